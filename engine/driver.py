@@ -1,0 +1,75 @@
+"""The one loop that feeds instructions to a machine, simulated or real.
+
+The ledger is kept here, so that the simulator and the runtime count the same bytes by the same code: a schedule that
+one of them finishes is one that the other accepts. This module is pure; machines do the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from engine.budget import Budget, Tier
+from engine.ledger import Ledger
+from engine.plan import Plan, Stage, Value
+from engine.schedule import STAGING_ENTRY, Create, Drop, Move, Run, Schedule, begin, end
+
+
+class Machine(Protocol):
+    """Carries out instructions."""
+
+    def reserve(self, staging_bytes: int) -> None:
+        """Hold a host buffer through which Values pass between device and disk."""
+
+    def create(self, value: Value, tier: Tier) -> None:
+        """Bring a Value to life on a tier, zero."""
+
+    def move(self, value: Value, source: Tier, target: Tier) -> None:
+        """Copy a Value and free it at the source."""
+
+    def run(self, stage: Stage) -> None:
+        """Run a stage."""
+
+    def drop(self, value: Value, tier: Tier) -> None:
+        """Free a Value."""
+
+
+class Observer(Protocol):
+    """Is told around every stage, with the device bytes planned while it runs."""
+
+    def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None: ...
+    def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None: ...
+
+
+def drive(
+    plan: Plan, schedule: Schedule, budget: Budget, machine: Machine, observers: Iterable[Observer] = ()
+) -> Ledger:
+    """Feed ``schedule`` to ``machine`` and return the ledger, with the peaks that were reached.
+
+    Raises:
+        DoesNotFitError: the schedule would exceed the budget (nothing of that instruction was done).
+    """
+    ledger = Ledger(budget)
+    observers = tuple(observers)
+    stages = {stage.name: stage for stage in schedule.stages}
+    if schedule.staging_bytes:
+        ledger.add(Tier.HOST, STAGING_ENTRY, schedule.staging_bytes)
+        machine.reserve(schedule.staging_bytes)
+    for instruction in schedule.instructions:
+        begin(ledger, plan, instruction)
+        match instruction:
+            case Create(value=name, tier=tier):
+                machine.create(plan.values[name], tier)
+            case Move(value=name, source=source, target=target):
+                machine.move(plan.values[name], source, target)
+            case Run(stage=name):
+                planned = dict(ledger.live)
+                for observer in observers:
+                    observer.stage_begins(stages[name], planned)
+                machine.run(stages[name])
+                for observer in observers:
+                    observer.stage_ends(stages[name], planned)
+            case Drop(value=name, tier=tier):
+                machine.drop(plan.values[name], tier)
+        end(ledger, instruction)
+    return ledger

@@ -1,0 +1,50 @@
+"""Every error that a person can meet, in one place.
+
+An error says what happened, with the values, and what to do next. Each class knows the exit code that the
+command line returns for it, so that no other part of the engine needs a table of codes. User errors also
+inherit the builtin type that a library caller would expect to catch.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all errors raised on purpose; ``exit_code`` is what the command line returns."""
+
+    exit_code = 1
+
+
+class UsageError(EngineError, ValueError):
+    """A wrong argument, option or input file: nothing was started and nothing was written."""
+
+    exit_code = 2
+
+
+class PlanError(UsageError):
+    """A plan that is not a plan: a cycle, two stages of one name, a Value read before it is written."""
+
+
+class UnsupportedModelError(UsageError):
+    """A model that the adapters can't evaluate exactly, refused by name."""
+
+
+class DoesNotFitError(EngineError):
+    """The plan does not fit the budget; carries what the command line prints as JSON."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, report: dict[str, object] | None = None) -> None:
+        super().__init__(message)
+        self.report = report or {}
+
+
+class RunDirectoryError(EngineError):
+    """A run directory that is damaged, or that belongs to another plan."""
+
+    exit_code = 4
+
+
+class StageFailedError(EngineError):
+    """A stage raised, or used more bytes than it planned; the run can be resumed."""
+
+    exit_code = 5

@@ -1,0 +1,51 @@
+"""Bytes live per tier. One implementation, for the scheduler, the simulator and the runtime.
+
+Invariant: ``live[tier]`` is the sum of the entries on that tier and never exceeds the budget; an entry is added once
+and removed once.
+"""
+
+from __future__ import annotations
+
+from engine.budget import Budget, Tier
+from engine.errors import DoesNotFitError
+from engine.units import format_bytes
+
+
+class Ledger:
+    """Counts entries (a Value, a workspace, a buffer) per tier against a budget."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.live: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self.peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self._entries: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
+
+    def free(self, tier: Tier) -> int:
+        """Return the bytes that may still be added on ``tier``."""
+        return self.budget[tier] - self.live[tier]
+
+    def add(self, tier: Tier, entry: str, nbytes: int) -> None:
+        """Count ``nbytes`` for ``entry`` on ``tier``.
+
+        Raises:
+            DoesNotFitError: the budget would be exceeded; nothing is counted then.
+            KeyError: the entry is there already.
+        """
+        if entry in self._entries[tier]:
+            raise KeyError(f"{entry!r} is on {tier} already")
+        if nbytes > self.free(tier):
+            raise DoesNotFitError(
+                f"{entry} needs {format_bytes(nbytes)} of {tier}, but only {format_bytes(self.free(tier))} of "
+                f"{format_bytes(self.budget[tier])} are free"
+            )
+        self._entries[tier][entry] = nbytes
+        self.live[tier] += nbytes
+        self.peak[tier] = max(self.peak[tier], self.live[tier])
+
+    def remove(self, tier: Tier, entry: str) -> None:
+        """Uncount an entry. Raises KeyError if it is not there."""
+        self.live[tier] -= self._entries[tier].pop(entry)
+
+    def residents(self, tier: Tier) -> dict[str, int]:
+        """Return the entries on ``tier`` with their bytes."""
+        return dict(self._entries[tier])

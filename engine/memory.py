@@ -1,0 +1,109 @@
+"""Bytes of live tensors, counted as they come and go.
+
+Nouns: a *storage* is what a tensor's bytes live in; views share one. `LiveBytes` is a dispatch mode: it sees
+every operator's outputs, counts each storage once when it first appears and uncounts it when it dies.
+
+Invariant: ``live[tier]`` is the sum of the sizes of the storages that are alive and were first seen on that tier.
+On a machine without accelerator the device tier is every storage that was not allocated inside ``on_host()``;
+bytes that kernels and libraries allocate inside one operator are not seen. The same class works on fake tensors
+(`torch._subclasses.FakeTensorMode`), which is how a stage's workspace is known before it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.units import MIB
+
+DEVICE, HOST = "device", "host"
+
+MMAP_THRESHOLD_BYTES = MIB
+# Above this size the C allocator maps and unmaps each block by itself, so that freed tensors leave the process and
+# the resident set follows the ledger; glibc's own moving threshold keeps up to 32 MiB blocks in the heap.
+_M_MMAP_THRESHOLD = -3
+
+
+class LiveBytes(TorchDispatchMode):
+    """Dispatch mode that counts the bytes of live tensor storages per tier, and their peak.
+
+    ``live`` and ``peak`` map a tier's name to bytes. ``adopt`` counts tensors that were made elsewhere (in another
+    thread, or before the mode was entered).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[str, int] = {DEVICE: 0, HOST: 0}
+        self.peak: dict[str, int] = {DEVICE: 0, HOST: 0}
+        self._tier = DEVICE
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._see(result)
+        elif isinstance(result, tuple | list):
+            for item in result:
+                if isinstance(item, torch.Tensor):
+                    self._see(item)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes, tier = storage.nbytes(), self._tier
+        live, known = self.live, self._known
+
+        def forget(_: object) -> None:
+            live[tier] -= nbytes
+            known.pop(key, None)
+
+        known[key] = weakref.ref(storage, forget)
+        live[tier] += nbytes
+        self.peak[tier] = max(self.peak[tier], live[tier])
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count ``tensors`` on the device tier, unless they are known."""
+        for tensor in tensors:
+            self._see(tensor)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Storages that first appear inside belong to the host tier."""
+        before, self._tier = self._tier, HOST
+        try:
+            yield
+        finally:
+            self._tier = before
+
+    def restart_peak(self) -> None:
+        """Forget the peak so far: it starts again from what is live now."""
+        self.peak = dict(self.live)
+
+    def bump(self, nbytes: int, tier: str = DEVICE) -> None:
+        """Raise the peak as if ``nbytes`` more had been live for a moment."""
+        self.peak[tier] = max(self.peak[tier], self.live[tier] + nbytes)
+
+
+def release_freed_memory() -> bool:
+    """Make the C allocator return large freed blocks at once; False where that can't be set (no glibc)."""
+    try:
+        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES))
+    except (OSError, AttributeError):
+        return False
+
+
+def peak_rss_bytes() -> int:
+    """Return the largest resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

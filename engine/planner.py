@@ -1,0 +1,112 @@
+"""From a plan and a budget to choices and a schedule.
+
+The planner starts from the fastest choices and, while the binding stage needs more device bytes than the budget has,
+lets the plan's `ChoiceSpace` pull its next lever for that stage. ``smallest_device_bytes`` is the floor of the
+smallest choices: no schedule of any declared choice needs less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.budget import Budget, Tier
+from engine.driver import drive
+from engine.errors import DoesNotFitError
+from engine.hardware import HardwareProfile
+from engine.plan import Choices, Plan, Stage
+from engine.schedule import Schedule, device_floor, make_schedule
+from engine.simulated import SimulatedMachine
+from engine.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A plan under chosen choices, its schedule, and what the simulator says of it."""
+
+    plan: Plan
+    budget: Budget
+    schedule: Schedule
+    peak_bytes: dict[Tier, int]
+    makespan_s: float
+    stage_s: dict[str, float]
+    moved_bytes: dict[str, int]
+    smallest_device_bytes: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the keys of ``engine simulate --json``."""
+        peak = {str(tier): nbytes for tier, nbytes in self.peak_bytes.items()}
+        return {
+            "feasible": True,
+            "budget_bytes": self.budget.as_dict(),
+            "peak_bytes": peak,
+            "workers": [{"peak_bytes": peak, "busy_s": sum(self.stage_s.values()), "span": None}],
+            "binding_stage": self.schedule.binding_stage,
+            "smallest_device_bytes": self.smallest_device_bytes,
+            "makespan_s": self.makespan_s,
+            "moved_bytes": self.moved_bytes,
+            "num_stages": len(self.schedule.stages),
+            "choices": dict(self.plan.choices),
+        }
+
+
+def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
+    """Choose, schedule and simulate.
+
+    Raises:
+        DoesNotFitError: no declared choice fits; names the binding stage and the bytes it needs.
+        PlanError: the plan is not well formed.
+    """
+    smallest_plan = plan if plan.space is None else plan.space.lower(plan.space.smallest())
+    smallest_bytes, smallest_stage = device_floor(smallest_plan)
+    try:
+        if smallest_bytes > budget.device_bytes:
+            raise DoesNotFitError(_refusal(smallest_stage, smallest_bytes, budget))
+        chosen = _choose(plan, budget)
+        schedule = make_schedule(chosen, budget)
+    except DoesNotFitError as error:
+        error.report = error.report or _refusal_report(smallest_plan, smallest_stage, smallest_bytes, budget)
+        raise
+    machine = SimulatedMachine(chosen, profile)
+    ledger = drive(chosen, schedule, budget, machine)
+    return Forecast(
+        plan=chosen,
+        budget=budget,
+        schedule=schedule,
+        peak_bytes=dict(ledger.peak),
+        makespan_s=machine.clock_s,
+        stage_s=machine.stage_s,
+        moved_bytes=machine.moved_bytes,
+        smallest_device_bytes=smallest_bytes,
+    )
+
+
+def _choose(plan: Plan, budget: Budget) -> Plan:
+    if plan.space is None:
+        return plan
+    choices: Choices | None = plan.space.first()
+    while choices is not None:
+        candidate = plan.space.lower(choices)
+        need, binding = device_floor(candidate)
+        if need <= budget.device_bytes:
+            return candidate
+        choices = plan.space.leaner(choices, binding)
+    return plan.space.lower(plan.space.smallest())
+
+
+def _refusal(stage: Stage, need: int, budget: Budget) -> str:
+    return (
+        f"does not fit: stage {stage.name} needs {format_bytes(need)} ({need} bytes) on the device at the smallest "
+        f"choices, the budget has {format_bytes(budget.device_bytes)} ({budget.device_bytes} bytes); "
+        f"give --budget device={need} or more, or a smaller plan"
+    )
+
+
+def _refusal_report(plan: Plan, stage: Stage, need: int, budget: Budget) -> dict[str, object]:
+    return {
+        "feasible": False,
+        "budget_bytes": budget.as_dict(),
+        "binding_stage": stage.name,
+        "smallest_device_bytes": need,
+        "num_stages": len(plan.stages),
+        "choices": dict(plan.choices),
+    }

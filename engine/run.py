@@ -1,0 +1,225 @@
+"""The run directory: what one run leaves on disk, and the ways to put a file there whole or not at all.
+
+Layout::
+
+    DIR/journal.msgpack   what was intended and what was done (engine/journal.py); makes DIR a run
+    DIR/store/            tensors, zarr v3 (engine/store.py)
+    DIR/plan.py           the plan file as it was when the run started
+    DIR/results/          checkpoints, gradients and reports that outlive the run
+    DIR/trace.json        the timeline
+
+Invariant: a name that a reader can see holds everything it will ever hold. Files and directories are built under
+a hidden ``.NAME.*.partial`` beside their place, synced, and renamed. What a killed process leaves behind is
+therefore only such partial names, and ``RunDirectory.sweep`` removes them before a run goes on.
+
+Life cycle: ``create`` makes an empty directory; the first file written into it is the journal. A crash between the
+two leaves an empty directory, which ``create`` accepts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from engine.errors import RunDirectoryError, UsageError
+
+PARTIAL_SUFFIX = ".partial"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDirectory:
+    """The paths of one run. Holds no open file, so it can be made, copied and dropped freely."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path) -> RunDirectory:
+        """Make an empty run directory at ``path``, with its parents.
+
+        Raises:
+            UsageError: there is something at ``path`` already; nothing in it was touched.
+        """
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"run directory {path} is a file; name another directory with --run")
+        if path.is_dir() and (num_entries := len(list(path.iterdir()))):
+            raise UsageError(
+                f"run directory {path} is not empty ({num_entries} entries); "
+                f"continue that run with `engine resume {path}`, or name another directory with --run"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        sync_directory(path.parent)
+        return cls(path=path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Return the run directory at ``path``; reads nothing from it and changes nothing in it.
+
+        Raises:
+            RunDirectoryError: ``path`` is not a directory, or has no journal.
+        """
+        run = cls(path=path)
+        if not path.is_dir():
+            raise RunDirectoryError(f"no run directory at {path}; start one with `engine execute PLAN --run {path}`")
+        if not run.journal_path.is_file():
+            raise RunDirectoryError(f"{path} is no run directory: it has no {run.journal_path.name}")
+        return run
+
+    @property
+    def journal_path(self) -> Path:
+        """The journal; a directory is a run from the moment it has one."""
+        return self.path / "journal.msgpack"
+
+    @property
+    def store_path(self) -> Path:
+        """The root group of the zarr store."""
+        return self.path / "store"
+
+    @property
+    def plan_path(self) -> Path:
+        """The copy of the plan file."""
+        return self.path / "plan.py"
+
+    @property
+    def results_path(self) -> Path:
+        """The directory of results; made by the first result."""
+        return self.path / "results"
+
+    @property
+    def trace_path(self) -> Path:
+        """The timeline of the run."""
+        return self.path / "trace.json"
+
+    def results_bytes(self) -> int:
+        """Return how many bytes the results hold on disk; 0 when there are none yet."""
+        return disk_usage_bytes(self.results_path)
+
+    def sweep(self) -> list[Path]:
+        """Remove the partial files and directories of a killed process and return what they were.
+
+        Only for the process that continues the run: a live one may be about to rename what this removes.
+        """
+        places = [self.path, self.results_path]
+        removed = [path for place in places if place.is_dir() for path in place.iterdir() if is_partial(path)]
+        for path in removed:
+            _remove_tree(path)
+        return removed
+
+
+def default_run_path(plan: str, now: datetime) -> Path:
+    """Return ``runs/PLAN-YYYYmmdd-HHMMSS``, where PLAN is the name of the plan or of its file without ``.py``."""
+    return Path("runs") / f"{Path(plan).name.removesuffix('.py')}-{now:%Y%m%d-%H%M%S}"
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8 to ``path``, whole or not at all; see ``atomic_write_bytes``."""
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def atomic_write_bytes(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` and sync it; whatever was there stays until the new file is complete.
+
+    Raises:
+        OSError: the file could not be written; ``path`` is as it was, and nothing is left beside it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_path(path)
+    try:
+        with open(partial, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield an empty directory to fill; sync it and rename it to ``path`` at the end, or remove it on any error.
+
+    With ``replace``, what is at ``path`` goes away once the new directory is complete. The two renames of that
+    are not one step: a crash between them leaves neither, so replace only what can be made again.
+
+    Raises:
+        UsageError: there is something at ``path`` and ``replace`` is false; nothing was touched.
+        OSError: the directory could not be written; nothing is left of it.
+    """
+    if not replace and os.path.lexists(path):
+        raise UsageError(f"{path} exists already; remove it or name another place")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_path(path)
+    partial.mkdir()
+    try:
+        yield partial
+        _sync_tree(partial)
+        _move_into_place(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync_directory(path.parent)
+
+
+def disk_usage_bytes(path: Path) -> int:
+    """Return the bytes of all regular files under ``path``, or of the file itself; 0 when there is nothing.
+
+    Links are not followed, so nothing outside ``path`` is counted.
+    """
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
+    return sum(disk_usage_bytes(child) for child in path.iterdir())
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in directory ``path`` durable; a renamed file can vanish in a power cut without this."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def partial_path(path: Path) -> Path:
+    """Return a fresh hidden name beside ``path``, on the same file system, for what will be renamed to it."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+
+
+def is_partial(path: Path) -> bool:
+    """Return whether ``path`` has a name that ``partial_path`` gives."""
+    return path.name.startswith(".") and path.name.endswith(PARTIAL_SUFFIX)
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with open(Path(folder) / name, "rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(folder))
+
+
+def _move_into_place(partial: Path, path: Path) -> None:
+    if not os.path.lexists(path):
+        os.rename(partial, path)
+        return
+    old = partial_path(path)
+    os.rename(path, old)
+    try:
+        os.rename(partial, path)
+    except BaseException:
+        os.rename(old, path)
+        raise
+    _remove_tree(old)
+
+
+def _remove_tree(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

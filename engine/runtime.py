@@ -1,0 +1,216 @@
+"""Executing a plan: forecast, run directory, journal, machine, closing figures.
+
+Life cycle of a run: the plan is chosen and scheduled before anything is written; the run directory and its journal
+come next, with the plan's fingerprint; then the driver feeds the schedule to the real machine, with an intent record
+before and a commit record after each stage. A stage that passes the device budget, or the bytes planned for it,
+stops the run. Results are in the journal and in ``results/``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import engine
+from engine.budget import Budget, Tier
+from engine.driver import Observer, drive
+from engine.errors import StageFailedError, UsageError
+from engine.journal import Journal, PlanRecord, ResultRecord, RunFinished, StageCommit, StageIntent
+from engine.memory import DEVICE, HOST, LiveBytes, peak_rss_bytes, release_freed_memory
+from engine.plan import Plan, Stage, digest, recipe_keys
+from engine.planner import Forecast
+from engine.run import RunDirectory
+from engine.schedule import Schedule
+from engine.store import Store
+from engine.units import format_bytes
+from engine.worker import TorchMachine
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a finished run reports: ``results`` of its stages and what was measured."""
+
+    results: dict[str, Any]
+    measured_peak_bytes: dict[str, int]
+    stage_peak_bytes: dict[str, tuple[int, int]]
+    wall_s: float
+    stages_run: int
+    rss_bytes: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the keys that ``engine execute --json`` adds to those of ``simulate``."""
+        return {
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "measured_rss_bytes": self.rss_bytes,
+            "wall_s": self.wall_s,
+            "loss": self.results.get("loss"),
+            "grad_norm": self.results.get("grad_norm"),
+            "metrics": self.results.get("metrics", {}),
+            "checkpoint": self.results.get("checkpoint"),
+            "stages_run": self.stages_run,
+            "stages_reused": 0,
+        }
+
+
+@dataclass(kw_only=True)
+class _Checked:
+    """Observer that sets measured beside planned device bytes of every stage and stops a run that passes them."""
+
+    machine: TorchMachine
+    budget: Budget
+    overall: dict[str, int] = field(default_factory=lambda: {DEVICE: 0, HOST: 0})
+    stages: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
+        self._note_peak()
+
+    def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
+        measured, planned = self.machine.meter.peak[DEVICE], planned_bytes[Tier.DEVICE]
+        self.stages[stage.name] = (planned, measured)
+        self._note_peak()
+        limit = min(planned, self.budget.device_bytes)
+        if measured > limit:
+            raise StageFailedError(
+                f"stage {stage.name} used {format_bytes(measured)} ({measured} bytes) of the device, more than the "
+                f"{format_bytes(limit)} ({limit} bytes) planned for it; the run was stopped"
+            )
+
+    def _note_peak(self) -> None:
+        meter = self.machine.meter
+        self.overall = {tier: max(self.overall[tier], meter.peak[tier]) for tier in self.overall}
+        meter.restart_peak()
+
+
+@dataclass(kw_only=True)
+class _Journaled:
+    """Observer that writes an intent before and a commit after each stage."""
+
+    journal: Journal
+    machine: TorchMachine
+    keys: Mapping[str, str]
+    started: float = 0.0
+
+    def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
+        self.started = time.monotonic()
+        self.journal.append(StageIntent(stage=stage.name, key=self.keys[stage.name]))
+
+    def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
+        record = StageCommit(
+            stage=stage.name,
+            key=self.keys[stage.name],
+            checksums=self._checksums(stage),
+            measured_peak_bytes=dict(self.machine.meter.peak),
+            wall_s=time.monotonic() - self.started,
+        )
+        self.journal.append(record, sync=stage.kind == "checkpoint")
+
+    def _checksums(self, stage: Stage) -> dict[str, int]:
+        """Return the checksums of everything on disk that the stage changed."""
+        found: dict[str, int] = {}
+        for name in dict.fromkeys(stage.changes()):
+            found.update(self.machine.disk_checksums(name))
+        return found
+
+
+def plan_fingerprint(plan: Plan) -> str:
+    """Return a hash of all that decides a plan's results: settings, choices and stages."""
+    stages = plan.ordered()
+    keys = recipe_keys(stages, engine.CODE_VERSION)
+    return digest([plan.name, dict(plan.settings), dict(plan.choices), [keys[stage.name] for stage in stages]])
+
+
+def open_taps(plan: Plan, wanted: Mapping[str, str]) -> dict[str, list[tuple[Callable[..., None], str]]]:
+    """Return the taps to call per stage for extra outputs ``{tap: path}``.
+
+    Raises:
+        UsageError: the plan has no such output, or its file's folder does not exist.
+    """
+    taps: dict[str, list[tuple[Callable[..., None], str]]] = {}
+    for name, path in wanted.items():
+        if name not in plan.taps:
+            raise UsageError(f"plan {plan.name!r} can't save {name}; it offers {', '.join(plan.taps) or 'nothing'}")
+        if not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"can't write {path!r}: its folder does not exist; create it first")
+        taps.setdefault(plan.taps[name].after, []).append((plan.taps[name].run, path))
+    return taps
+
+
+def execute(
+    forecast: Forecast,
+    run_path: Path,
+    *,
+    plan_source: bytes | None = None,
+    wanted: Mapping[str, str] | None = None,
+    observers: Iterable[Observer] = (),
+) -> Outcome:
+    """Run a forecast plan in a new run directory and return what it reports.
+
+    Raises:
+        UsageError: the run directory exists and is not empty, or an extra output can't be written.
+        StageFailedError: a stage failed or used more than was planned.
+    """
+    plan = forecast.plan
+    taps = open_taps(plan, wanted or {})
+    directory = RunDirectory.create(run_path)
+    with Journal.create(directory.journal_path) as journal:
+        journal.append(_plan_record(forecast), sync=True)
+        if plan_source is not None:
+            directory.plan_path.write_bytes(plan_source)
+        directory.results_path.mkdir(exist_ok=True)
+        store = Store.create(directory.store_path) if _uses_disk(forecast.schedule) else None
+        meter = LiveBytes()
+        machine = TorchMachine(plan, meter=meter, store=store, directory=directory.results_path)
+        machine.taps = taps
+        outcome = _drive(forecast, machine, journal, observers)
+        for name, value in outcome.results.items():
+            journal.append(ResultRecord(name=name, payload={"value": value}))
+        journal.append(RunFinished(results=outcome.results), sync=True)
+    return outcome
+
+
+def _plan_record(forecast: Forecast) -> PlanRecord:
+    return PlanRecord(
+        plan=forecast.plan.name,
+        fingerprint=plan_fingerprint(forecast.plan),
+        settings=_plain(forecast.plan.settings),
+        choices=dict(forecast.plan.choices),
+        budget_bytes=forecast.budget.as_dict(),
+        code_version=engine.CODE_VERSION,
+    )
+
+
+def _plain(data: Mapping[str, object]) -> dict[str, Any]:
+    return {
+        key: _plain(value) if isinstance(value, Mapping) else value if _is_plain(value) else str(value)
+        for key, value in data.items()
+    }
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | list)
+
+
+def _uses_disk(schedule: Schedule) -> bool:
+    return schedule.staging_bytes > 0
+
+
+def _drive(forecast: Forecast, machine: TorchMachine, journal: Journal, observers: Iterable[Observer]) -> Outcome:
+    release_freed_memory()
+    keys = recipe_keys(forecast.schedule.stages, engine.CODE_VERSION)
+    checked = _Checked(machine=machine, budget=forecast.budget)
+    journaled = _Journaled(journal=journal, machine=machine, keys=keys)
+    started = time.monotonic()
+    with machine.meter:
+        drive(forecast.plan, forecast.schedule, forecast.budget, machine, [journaled, checked, *observers])
+    disk_bytes = machine.provided_disk_bytes + (machine.store.peak_bytes if machine.store else 0)
+    return Outcome(
+        results=machine.results,
+        measured_peak_bytes={**checked.overall, str(Tier.DISK): disk_bytes},
+        stage_peak_bytes=checked.stages,
+        wall_s=time.monotonic() - started,
+        stages_run=len(forecast.schedule.stages),
+        rss_bytes=peak_rss_bytes(),
+    )

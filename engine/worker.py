@@ -1,0 +1,278 @@
+"""The real machine: carries out instructions with torch tensors.
+
+Nouns: *Held* is what exists of a Value on one tier: tensors on device or host, chunks of zarr arrays on disk, or an
+object with its tensors for Values that a stage provides. `StageContext` is what a stage's function sees.
+
+Invariants: a piece (slice along the first axis) that was never written reads as zero, on every tier; a stage cannot
+tell where a streamed Value lives; copies between tiers are real copies. On disk, a piece is one chunk file of a zarr
+array; its checksum is kept by the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from engine.budget import Tier
+from engine.errors import EngineError, StageFailedError
+from engine.memory import LiveBytes
+from engine.plan import Plan, Stage, TensorSpec, Value
+from engine.store import Store
+
+TOKEN_AXIS = -2
+# Pieces of paged state are [..., tokens, head dimension].
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of that name (``float32``, ``bfloat16``, ...)."""
+    return cast(torch.dtype, getattr(torch, name))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a torch dtype, as `engine.plan.TensorSpec` wants it."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass
+class Held:
+    """What exists of a Value."""
+
+    tier: Tier
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    item: Any = None
+    written: set[tuple[str, int]] = field(default_factory=set)  # pieces that exist on disk
+
+
+def _as_numpy(tensor: torch.Tensor) -> Any:
+    """View a CPU tensor as numpy; bfloat16, which numpy lacks, as uint16."""
+    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+class TorchMachine:
+    """Device, host and disk of one worker in this process.
+
+    ``directory`` is the run directory's place for results; ``store`` holds the disk tier.
+    """
+
+    def __init__(self, plan: Plan, *, meter: LiveBytes, store: Store | None, directory: Path | None) -> None:
+        self.plan, self.meter, self.store, self.directory = plan, meter, store, directory
+        self.held: dict[str, Held] = {}
+        self.results: dict[str, Any] = {}
+        self.provided_disk_bytes = 0
+        self.taps: dict[str, list[tuple[Any, str]]] = {}
+        self._staging: torch.Tensor | None = None
+
+    # Instructions
+
+    def reserve(self, staging_bytes: int) -> None:
+        with self.meter.on_host():
+            self._staging = torch.empty(staging_bytes, dtype=torch.uint8)
+
+    def create(self, value: Value, tier: Tier) -> None:
+        held = self.held[value.name] = Held(tier)
+        if value.provided:
+            return
+        if tier is Tier.DISK:
+            self._declare(value)
+        else:
+            held.tensors = {key: self._allocate(spec, tier) for key, spec in value.tensors.items()}
+
+    def move(self, value: Value, source: Tier, target: Tier) -> None:
+        old, new = self.held[value.name], Held(target)
+        if target is Tier.DISK:
+            self._declare(value)
+            for key, spec in value.tensors.items():
+                for index in range(spec.shape[0]):
+                    self._to_disk(value.name, key, index, old.tensors[key][index])
+                    new.written.add((key, index))
+        else:
+            new.tensors = {key: self._allocate(spec, target) for key, spec in value.tensors.items()}
+            for key, tensor in new.tensors.items():
+                if source is not Tier.DISK:
+                    tensor.copy_(old.tensors[key])
+                    continue
+                for index in range(tensor.shape[0]):
+                    if (key, index) in old.written:
+                        tensor[index].copy_(self._from_disk(value.name, key, index, value.tensors[key]))
+        self.held[value.name] = new
+        if source is Tier.DISK:
+            self._forget(value)
+
+    def run(self, stage: Stage) -> None:
+        context = StageContext(self, stage)
+        try:
+            stage.run(context)
+            for tap, path in self.taps.get(stage.name, ()):
+                tap(context, path)
+        except (EngineError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise StageFailedError(f"stage {stage.name} failed: {type(error).__name__}: {error}") from error
+
+    def drop(self, value: Value, tier: Tier) -> None:
+        del self.held[value.name]
+        if tier is Tier.DISK and not value.provided:
+            self._forget(value)
+
+    # Tiers
+
+    def _allocate(self, spec: TensorSpec, tier: Tier) -> torch.Tensor:
+        if tier is Tier.HOST:
+            with self.meter.on_host():
+                return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
+        return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
+
+    def disk_checksums(self, name: str) -> dict[str, int]:
+        """Return the checksums of a Value's chunks on disk; empty where it is not there."""
+        held = self.held.get(name)
+        if held is None or held.tier is not Tier.DISK or self.plan.values[name].provided:
+            return {}
+        found: dict[str, int] = {}
+        for key in self.plan.values[name].tensors:
+            found |= self._disk().checksums(f"{name}/{key}")
+        return found
+
+    def _disk(self) -> Store:
+        if self.store is None:
+            raise EngineError("this run has no disk store, but its schedule uses the disk")
+        return self.store
+
+    def _declare(self, value: Value) -> None:
+        for key, spec in value.tensors.items():
+            half = spec.dtype == "bfloat16"
+            self._disk().declare(
+                f"{value.name}/{key}",
+                shape=spec.shape,
+                dtype="uint16" if half else spec.dtype,
+                chunk_shape=(1, *spec.shape[1:]),
+                attributes={"torch_dtype": spec.dtype},
+            )
+
+    def _forget(self, value: Value) -> None:
+        for key in value.tensors:
+            self._disk().remove(f"{value.name}/{key}")
+
+    def _staged(self, spec: TensorSpec) -> torch.Tensor:
+        """Return the staging buffer as one piece of a tensor like ``spec``."""
+        if self._staging is None:
+            raise EngineError("the schedule uses the disk but reserved no staging buffer")
+        return self._staging[: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.shape[1:])
+
+    def _to_disk(self, name: str, key: str, index: int, piece: torch.Tensor) -> None:
+        staged = self._staged(self.plan.values[name].tensors[key])
+        if staged.data_ptr() != piece.data_ptr():
+            staged.copy_(piece)
+        chunk = (index,) + (0,) * (staged.dim())
+        self._disk().write_chunk(f"{name}/{key}", chunk, _as_numpy(staged[None]), replace=True)
+
+    def _from_disk(self, name: str, key: str, index: int, spec: TensorSpec) -> torch.Tensor:
+        staged = self._staged(spec)
+        chunk = (index,) + (0,) * (staged.dim())
+        self._disk().read_chunk(f"{name}/{key}", chunk, _as_numpy(staged[None]))
+        return staged
+
+
+class StageContext:
+    """What a stage's function sees: its Values, streams of pages, and where results go.
+
+    Streamed Values have one tensor each; a *piece* is its slice along the first axis (one layer's page).
+    """
+
+    def __init__(self, machine: TorchMachine, stage: Stage) -> None:
+        self._machine, self.stage = machine, stage
+        self._stream_of: dict[str, int] = {}
+        for index, stream in enumerate(stage.streams):
+            for name in stream.values:
+                self._stream_of.setdefault(name, index)
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """Plain data that the run reports (loss, metrics, ...)."""
+        return self._machine.results
+
+    @property
+    def directory(self) -> Path:
+        """The directory that results go to."""
+        if self._machine.directory is None:
+            raise EngineError(f"stage {self.stage.name} writes files, but this run has no directory")
+        return self._machine.directory
+
+    def tensors(self, name: str) -> Mapping[str, torch.Tensor]:
+        """Return a resident Value's tensors; change them in place only if the stage writes or updates it."""
+        held = self._machine.held[name]
+        if held.tier is not Tier.DEVICE:
+            raise EngineError(f"stage {self.stage.name} needs {name} on the device, but it is on {held.tier}")
+        return held.tensors
+
+    def provide(self, name: str, tensors: Iterable[torch.Tensor] = (), item: Any = None, disk_bytes: int = 0) -> None:
+        """Hand over a provided Value: its tensors are counted from now on, ``item`` is what readers get."""
+        held = self._machine.held[name]
+        held.item = item
+        self._machine.meter.adopt(tensors)
+        self._machine.provided_disk_bytes += disk_bytes
+
+    def item(self, name: str) -> Any:
+        """Return what the writer of a provided Value handed over."""
+        return self._machine.held[name].item
+
+    # Streams
+
+    def _spec(self, name: str) -> tuple[str, TensorSpec]:
+        return next(iter(self._machine.plan.values[name].tensors.items()))
+
+    def _buffer(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        index = self._stream_of[name]
+        if index not in self._buffers:
+            self._buffers[index] = torch.empty(self.stage.streams[index].buffer_bytes, dtype=torch.uint8)
+        return self._buffers[index][: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.shape[1:])
+
+    def piece(self, name: str, index: int) -> torch.Tensor:
+        """Return a piece on the device, to read; good until the next piece of the same stream."""
+        machine, held = self._machine, self._machine.held[name]
+        key, spec = self._spec(name)
+        if held.tier is Tier.DEVICE:
+            return held.tensors[key][index]
+        buffer = self._buffer(name, spec)
+        if held.tier is Tier.HOST:
+            return buffer.copy_(held.tensors[key][index])
+        if (key, index) not in held.written:
+            return buffer.zero_()
+        return buffer.copy_(machine._from_disk(name, key, index, spec))
+
+    def add_rows(self, name: str, index: int, start: int, parts: Iterable[torch.Tensor]) -> None:
+        """Add ``parts`` (stacked along the piece's first axis) to a piece's tokens from ``start`` on, in place."""
+        piece = self.piece(name, index)
+        for part_index, part in enumerate(parts):
+            piece[part_index].narrow(TOKEN_AXIS, start, part.shape[TOKEN_AXIS]).add_(part)
+        self._write_back(name, index, piece)
+
+    def write_rows(self, name: str, index: int, start: int, parts: Iterable[torch.Tensor]) -> None:
+        """Write ``parts`` (stacked along the piece's first axis) to a piece's tokens from ``start`` on."""
+        held = self._machine.held[name]
+        key, spec = self._spec(name)
+        if held.tier is Tier.DISK:
+            piece = self._machine._staged(spec)
+            if (key, index) in held.written:
+                self._machine._from_disk(name, key, index, spec)
+            else:
+                piece.zero_()
+        else:
+            piece = held.tensors[key][index]
+        for part_index, part in enumerate(parts):
+            piece[part_index].narrow(TOKEN_AXIS, start, part.shape[TOKEN_AXIS]).copy_(part)
+        if held.tier is Tier.DISK:
+            self._write_back(name, index, piece)
+
+    def _write_back(self, name: str, index: int, piece: torch.Tensor) -> None:
+        held = self._machine.held[name]
+        key, _ = self._spec(name)
+        if held.tier is Tier.HOST:
+            held.tensors[key][index].copy_(piece)
+        elif held.tier is Tier.DISK:
+            self._machine._to_disk(name, key, index, piece)
+            held.written.add((key, index))

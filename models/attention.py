@@ -1,0 +1,157 @@
+"""Causal attention over a long prefix that is kept in pages.
+
+Shapes: B branches, H query heads, K key/value heads, S query tokens, T tokens of a page, D head dimension.
+
+Own tokens attend causally to each other; every prefix page is attended to without a mask; the partial results are
+merged by log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1; the split is that of Flash-Decoding). The
+backward calls the kernel's own backward with the *merged* output and log-sum-exp, page by page, which is exact since
+the softmax probabilities depend on the page only through them. Gradients of a page's keys and values go straight to
+its cotangent page; the gradient of the queries is summed over pages in float32 (or float64).
+
+Invariants: pages are never concatenated and never expanded over branches (branches are folded into the query axis,
+the prefix has batch one); at most one page and one cotangent page are on the device besides those that live there.
+
+The function is registered in transformers' attention registry under `ATTENTION_NAME`; a decoder layer hands it the
+prefix because the layer's cache object puts it into the keyword arguments (see `models.dense`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from transformers import AttentionInterface
+
+from engine.errors import UnsupportedModelError
+from models.float64 import accumulation_dtype
+
+ATTENTION_NAME = "longstraw_pages"
+
+_HARMLESS_ARGUMENTS = frozenset({"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"})
+# Keyword arguments that decoder layers pass along and that do not change what attention computes here.
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class Prefix(Protocol):
+    """The pages that a chunk attends to, oldest first."""
+
+    @property
+    def token_counts(self) -> Sequence[int]:
+        """The number of valid tokens of each page."""
+
+    def page(self, layer: int, index: int) -> torch.Tensor:
+        """Return keys and values of the valid tokens of a page, ``[2, K, T, D]``; good until the next call."""
+
+    def add_cotangent(self, layer: int, index: int, d_key: torch.Tensor, d_value: torch.Tensor) -> None:
+        """Add the gradients ``[1, K, T, D]`` of a page's keys and values to its cotangent."""
+
+
+class EmptyPrefix:
+    """The prefix of the first chunk: no pages."""
+
+    token_counts: tuple[int, ...] = ()
+
+    def page(self, layer: int, index: int) -> torch.Tensor:
+        raise IndexError("an empty prefix has no pages")
+
+    def add_cotangent(self, layer: int, index: int, d_key: torch.Tensor, d_value: torch.Tensor) -> None:
+        raise IndexError("an empty prefix has no pages")
+
+
+def _fold(x_BHSD: torch.Tensor) -> torch.Tensor:
+    """Put the branches into the query axis: ``[B, H, S, ...]`` to ``[1, H, B*S, ...]``."""
+    batch, heads, tokens = x_BHSD.shape[:3]
+    if batch == 1:
+        return x_BHSD
+    return x_BHSD.transpose(0, 1).reshape(1, heads, batch * tokens, *x_BHSD.shape[3:])
+
+
+def _unfold(x_1HBSD: torch.Tensor, batch: int) -> torch.Tensor:
+    """Undo `_fold`."""
+    if batch == 1:
+        return x_1HBSD
+    heads = x_1HBSD.shape[1]
+    return x_1HBSD.view(heads, batch, -1, *x_1HBSD.shape[3:]).transpose(0, 1)
+
+
+class _PagedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: Prefix, layer: int, scale: float
+    ) -> torch.Tensor:
+        wide = accumulation_dtype(q.dtype)
+        out, lse = _flash(q, k, v, 0.0, True, scale=scale)
+        out, lse = out.to(wide), lse.to(wide)
+        q_folded = _fold(q) if prefix.token_counts else q
+        for index in range(len(prefix.token_counts)):
+            page = prefix.page(layer, index)
+            page_out, page_lse = _flash(q_folded, page[0:1], page[1:2], 0.0, False, scale=scale)
+            page_out, page_lse = _unfold(page_out.to(wide), q.shape[0]), _unfold(page_lse.to(wide), q.shape[0])
+            merged = torch.logaddexp(lse, page_lse)
+            out.mul_((lse - merged).exp_().unsqueeze(-1))
+            page_out.mul_((page_lse - merged).exp_().unsqueeze(-1))
+            out.add_(page_out)
+            lse = merged
+            del page, page_out, page_lse, merged  # or they would stand beside the next page's
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.prefix, ctx.layer, ctx.scale = prefix, layer, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        prefix, layer, scale = ctx.prefix, ctx.layer, ctx.scale
+        d_out = grad_outputs[0].contiguous()
+        d_q, d_k, d_v = _flash_backward(d_out, q, k, v, out, lse, 0.0, True, scale=scale)
+        if not prefix.token_counts:
+            return d_q, d_k, d_v, None, None, None
+        d_q_sum = d_q.to(accumulation_dtype(q.dtype))
+        del d_q
+        folded = [_fold(x) for x in (d_out, q, out, lse)]
+        for index in range(len(prefix.token_counts)):
+            page = prefix.page(layer, index)
+            d_q_page, d_key, d_value = _flash_backward(
+                folded[0], folded[1], page[0:1], page[1:2], folded[2], folded[3], 0.0, False, scale=scale
+            )
+            d_q_sum.add_(_unfold(d_q_page, q.shape[0]))
+            prefix.add_cotangent(layer, index, d_key, d_value)
+            del page, d_q_page, d_key, d_value
+        return d_q_sum.to(q.dtype), d_k, d_v, None, None, None
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    prefix: Prefix | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of ``query [B, H, S, D]`` to itself causally and to all of ``prefix``; result ``[B, S, H, D]``.
+
+    The signature is that of transformers' attention registry. Keys and values are ``[B, K, S, D]``.
+
+    Raises:
+        UnsupportedModelError: the layer asks for something that this attention does not do: dropout, a mask, a
+            sliding window, soft-capped scores, attention sinks or an argument of unknown meaning.
+    """
+    unknown = {n: v for n, v in others.items() if v is not None and v is not False and n not in _HARMLESS_ARGUMENTS}
+    if dropout or attention_mask is not None or unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks its attention for something that attention over pages does not do: "
+            f"dropout={dropout!r} mask={attention_mask is not None} {unknown}; use a model with plain causal attention"
+        )
+    scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
+    layer = cast(int, getattr(module, "layer_idx", 0))
+    out = _PagedAttention.apply(query, key, value, prefix or EmptyPrefix(), layer, scale)
+    return cast(torch.Tensor, out).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

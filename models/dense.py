@@ -1,0 +1,203 @@
+"""A dense decoder, walked block by block over Hugging Face's own modules.
+
+One adapter serves every causal language model of the shape embedding, decoder layers, final norm, linear head, whose
+layers run their attention through transformers' attention registry. The walk is ours and the arithmetic is theirs:
+`DenseModel` calls the model's own embedding, rotary embedding, layers, norm and head, one at a time, so that memory
+is explicit and each layer is recomputed and differentiated alone.
+
+How a layer meets the prefix: transformers 5.24 calls ``cache.update(k, v, layer_idx, kwargs=kwargs)`` with the very
+dictionary that it passes on to the attention function. `_Probe` stands in for the cache: it notes the new keys and
+values and puts the prefix into that dictionary. For the last layer of a prompt chunk it raises `_StateReady`
+instead: nothing after the state of the last layer is ever needed for a prompt token.
+
+Gradients: parameters' gradients are added to accumulators as soon as autograd has each (one parameter's gradient at a
+time is alive), the embedding's row by row for the rows used, in the order of their ids.
+
+Shapes: B branches, S tokens, C hidden size, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from models import head
+from models.attention import Prefix
+from models.float64 import accumulation_dtype
+
+HEAD_GRADIENT = "lm_head.weight"
+EMBEDDING_GRADIENT = "model.embed_tokens.weight"
+Positions = tuple[torch.Tensor, torch.Tensor]
+
+
+class _StateReady(Exception):
+    """Raised inside a layer once its keys and values exist and nothing else is wanted."""
+
+
+class _Probe:
+    """Stands in for the cache of one layer call: takes the new state, hands over the prefix."""
+
+    def __init__(self, prefix: Prefix, *, state_only: bool) -> None:
+        self.prefix, self.state_only = prefix, state_only
+        self.key: torch.Tensor | None = None
+        self.value: torch.Tensor | None = None
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, kwargs: dict[str, Any], **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.key, self.value = key, value
+        if self.state_only:
+            raise _StateReady
+        kwargs["prefix"] = self.prefix
+        return key, value
+
+    def state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's new keys and values, ``[B, K, S, D]`` each."""
+        if self.key is None or self.value is None:
+            raise RuntimeError("the layer did not update its cache")
+        return self.key, self.value
+
+
+class DenseModel:
+    """A loaded decoder as the phases that stages are made of.
+
+    ``gradients`` maps a gradient's name to its accumulator and is set by `accumulate_into`; names are those of
+    ``named_parameters()``, plus `HEAD_GRADIENT` for the head's own share of a tied embedding.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        self.hf = hf.eval()
+        self.body = cast(Any, hf).model
+        self.head = cast(nn.Linear, cast(Any, hf).lm_head)
+        self.dtype: torch.dtype = self.head.weight.dtype
+        self.num_layers = len(self.body.layers)
+        self.gradients: Mapping[str, torch.Tensor] = {}
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        for name, parameter in self.hf.named_parameters():
+            parameter.requires_grad_()
+            parameter.register_post_accumulate_grad_hook(self._collector(name))
+
+    def _collector(self, name: str) -> Any:
+        def collect(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            self.gradients[name].add_(cast(torch.Tensor, gradient))
+
+        return collect
+
+    def accumulate_into(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Let every later backward add to ``gradients`` (in the accumulation dtype, shaped like the parameters)."""
+        self.gradients = gradients
+
+    # Phases. Each is one step of a chunk's evaluation; `models.tracing` measures their memory one by one.
+
+    @torch.no_grad()
+    def embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return ``[B, S, C]`` input embeddings."""
+        return cast(torch.Tensor, self.body.embed_tokens(ids_BS))
+
+    @torch.no_grad()
+    def positions(self, hidden_BSC: torch.Tensor, first: int) -> Positions:
+        """Return the rotary cosines and sines of positions ``first`` to ``first + S``, ``[1, S, D]`` each."""
+        ids = torch.arange(first, first + hidden_BSC.shape[1], dtype=torch.int64)[None]
+        return cast(Positions, self.body.rotary_emb(hidden_BSC, position_ids=ids))
+
+    def _layer(self, layer: int, hidden_BSC: torch.Tensor, positions: Positions, probe: _Probe) -> torch.Tensor | None:
+        try:
+            out = self.body.layers[layer](
+                hidden_BSC, attention_mask=None, position_embeddings=positions, cache=probe, use_cache=True
+            )
+        except _StateReady:
+            return None
+        return cast(torch.Tensor, out[0] if isinstance(out, tuple) else out)
+
+    @torch.no_grad()
+    def block_forward(
+        self, layer: int, hidden_BSC: torch.Tensor, positions: Positions, prefix: Prefix
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return a layer's output ``[B, S, C]`` and its new keys and values ``[B, K, S, D]``, without autograd."""
+        probe = _Probe(prefix, state_only=False)
+        out = self._layer(layer, hidden_BSC, positions, probe)
+        return (cast(torch.Tensor, out), *probe.state())
+
+    @torch.no_grad()
+    def block_state(
+        self, layer: int, hidden_BSC: torch.Tensor, positions: Positions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return only a layer's new keys and values ``[B, K, S, D]``; the rest of the layer does not run."""
+        probe = _Probe(cast(Prefix, None), state_only=True)
+        self._layer(layer, hidden_BSC, positions, probe)
+        return probe.state()
+
+    def block_backward(
+        self,
+        layer: int,
+        hidden_BSC: torch.Tensor,
+        positions: Positions,
+        prefix: Prefix,
+        d_out_BSC: torch.Tensor | None,
+        d_state: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Recompute a layer with autograd, pull the cotangents back, and return that of its input ``[B, S, C]``.
+
+        ``d_out_BSC`` is None where nothing but the layer's state is used (then the rest of the layer does not run),
+        ``d_state`` where no later token sees the state.
+        """
+        probe = _Probe(prefix, state_only=d_out_BSC is None)
+        with torch.enable_grad():
+            entry = hidden_BSC.detach().requires_grad_()
+            out = self._layer(layer, entry, positions, probe)
+            outputs = [] if out is None else [out]
+            if d_state is not None:
+                outputs += probe.state()
+        probe.key = probe.value = out = None  # or they would outlive the backward
+        torch.autograd.backward(outputs, [*([] if d_out_BSC is None else [d_out_BSC]), *(d_state or ())])
+        return cast(torch.Tensor, entry.grad)
+
+    @torch.no_grad()
+    def head_score(
+        self, hidden_RC: torch.Tensor, targets_R: torch.Tensor, *, temperature: float, block_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities and entropies of rows of the last layer's output, ``[R]`` each (`models.head`)."""
+        normed = self.body.norm(hidden_RC)
+        return head.score_rows(self.head, normed, targets_R, temperature=temperature, block_rows=block_rows)
+
+    def head_backward(
+        self,
+        hidden_RC: torch.Tensor,
+        targets_R: torch.Tensor,
+        d_logps_R: torch.Tensor,
+        d_entropies_R: torch.Tensor | None,
+        *,
+        temperature: float,
+        block_rows: int,
+    ) -> torch.Tensor:
+        """Pull derivatives by log-probabilities and entropies back to rows of the last layer's output, ``[R, C]``."""
+        with torch.enable_grad():
+            entry = hidden_RC.detach().requires_grad_()
+            normed = self.body.norm(entry)
+        d_normed = head.backward_rows(
+            self.head,
+            normed.detach(),
+            targets_R,
+            d_logps_R,
+            d_entropies_R,
+            temperature=temperature,
+            block_rows=block_rows,
+            weight_gradient=self.gradients[HEAD_GRADIENT],
+            bias_gradient=self.gradients.get("lm_head.bias"),
+        )
+        torch.autograd.backward([normed], [d_normed])
+        return cast(torch.Tensor, entry.grad)
+
+    @torch.no_grad()
+    def embed_backward(self, ids_BS: torch.Tensor, d_hidden_BSC: torch.Tensor) -> None:
+        """Add the embedding's gradient, for the rows used, in the order of their ids (stable, so deterministic)."""
+        order = torch.argsort(ids_BS.flatten(), stable=True)
+        rows = d_hidden_BSC.flatten(0, 1)[order].to(accumulation_dtype(self.dtype))
+        self.gradients[EMBEDDING_GRADIENT].index_add_(0, ids_BS.flatten()[order], rows)

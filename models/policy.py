@@ -1,0 +1,149 @@
+"""Where a policy comes from, without its weights: configuration, tokenizer, sizes, fingerprint; and how it is loaded.
+
+A policy is named by a Hugging Face checkpoint directory, a directory or JSON file with a configuration alone (random
+weights, for tests and simulation), or a name on a hub. Planning reads the configuration only; `load` is called by the
+stage that brings the weights to the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from engine.errors import UsageError
+from models.attention import ATTENTION_NAME
+from models.dense import DenseModel
+from models.float64 import lifted_casts
+from models.support import check_config, check_structure, check_walk
+
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
+_SAMPLED_BYTES = 2**20
+# Of each weight file, the first and last MiB go into the fingerprint, with its size: enough to tell checkpoints
+# apart, and no pass over hundreds of gigabytes.
+
+transformers_logging.disable_progress_bar()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySource:
+    """A policy that is not loaded. ``location`` is what from_pretrained takes; None means random weights."""
+
+    name: str
+    config: PreTrainedConfig
+    location: str | None
+
+    def tokenizer(self) -> Any:
+        """Return the policy's tokenizer, or None if it has none."""
+        if self.location is None:
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(self.location)
+        except (OSError, ValueError):
+            return None
+
+    def default_dtype(self) -> torch.dtype:
+        """Return the dtype that the checkpoint says it is in, float32 if it does not say."""
+        dtype = getattr(self.config, "dtype", None)
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that changes with the configuration and with the weight files."""
+        state = hashlib.blake2b(self.config.to_json_string(use_diff=False).encode(), digest_size=16)
+        for path in self._weight_files():
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                state.update(f"{path.name} {size}".encode() + file.read(_SAMPLED_BYTES))
+                file.seek(max(0, size - _SAMPLED_BYTES))
+                state.update(file.read(_SAMPLED_BYTES))
+        return state.hexdigest()
+
+    def _weight_files(self) -> list[Path]:
+        if self.location is None or not Path(self.location).is_dir():
+            return []
+        return sorted(path for pattern in _WEIGHT_PATTERNS for path in Path(self.location).glob(pattern))
+
+    def fake_model(self, dtype: torch.dtype, mode: FakeTensorMode) -> DenseModel:
+        """Return the model on fake tensors of ``mode``: all sizes, no data. Raises UnsupportedModelError."""
+        check_config(self.config)
+        with mode, lifted_casts(dtype):
+            hf = self._from_config(dtype)
+            check_structure(hf)
+            return DenseModel(hf)
+
+    def load(self, dtype: torch.dtype, *, seed: int) -> DenseModel:
+        """Load the weights (or draw them from ``seed``) and check the block walk against the model's own forward.
+
+        Raises:
+            UsageError: the checkpoint can't be read.
+            UnsupportedModelError: the adapter does not evaluate this architecture exactly.
+        """
+        check_config(self.config)
+        with lifted_casts(dtype), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            hf = self._from_config(dtype) if self.location is None else self._from_checkpoint(dtype)
+        check_structure(hf)
+        model = DenseModel(hf)
+        check_walk(model)
+        return model
+
+    def _from_config(self, dtype: torch.dtype) -> PreTrainedModel:
+        try:
+            hf = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"policy {self.name!r}: transformers can't build a causal model of it: {error}") from error
+        return cast(PreTrainedModel, hf)
+
+    def _from_checkpoint(self, dtype: torch.dtype) -> PreTrainedModel:
+        try:
+            hf = AutoModelForCausalLM.from_pretrained(
+                self.location, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True
+            )
+        except (OSError, ValueError) as error:
+            raise UsageError(f"policy {self.name!r} can't be loaded: {error}") from error
+        return cast(PreTrainedModel, hf)
+
+
+def find_policy(policy: str | Path | PreTrainedConfig) -> PolicySource:
+    """Return the policy of that name: a checkpoint directory, a configuration, or a name on a hub.
+
+    Raises:
+        UsageError: there is no such directory or name, or its configuration can't be read.
+    """
+    if isinstance(policy, PreTrainedConfig):
+        return PolicySource(name=str(policy.model_type), config=policy, location=None)
+    path = Path(policy).expanduser()
+    if path.suffix == ".json":
+        return PolicySource(name=str(policy), config=_read_config_file(path), location=None)
+    if path.exists() and not (path / "config.json").is_file():
+        raise UsageError(f"policy {str(policy)!r}: {path} has no config.json; give a Hugging Face checkpoint directory")
+    try:
+        config = AutoConfig.from_pretrained(str(path) if path.exists() else str(policy))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"policy {str(policy)!r} is neither a checkpoint directory here nor a name that a hub knows: "
+            f"{_first_line(error)}"
+        ) from error
+    has_weights = not path.is_dir() or any(any(path.glob(pattern)) for pattern in _WEIGHT_PATTERNS)
+    return PolicySource(name=str(policy), config=config, location=str(policy) if has_weights else None)
+
+
+def _read_config_file(path: Path) -> PreTrainedConfig:
+    try:
+        data = json.loads(path.read_text())
+        return cast(PreTrainedConfig, AutoConfig.for_model(**data))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"policy {str(path)!r} is not a model configuration: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,180 @@
+"""A model that measures itself: phases run once on fake tensors, then are replayed from memory.
+
+The workspace of a stage is found by running the stage's real code on fake tensors (no data, any model size) under
+`engine.memory.LiveBytes`. A decoder's layers are alike, so each phase is run for real on fake tensors once per
+signature; after that it is replayed: outputs of the same sizes are allocated, the peak is raised by what the phase
+needed, and nothing is computed. Runs of equally long prefix pages are shortened to two, since a page's temporaries
+are gone before the next but one begins.
+
+Invariant: for the same arguments a replayed phase leaves the same bytes live and reaches the same peak as the real
+one. A test holds stages traced this way against stages measured on real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from engine.memory import DEVICE, LiveBytes
+from models.attention import Prefix
+from models.dense import DenseModel, Positions
+
+_LIKE_PAGES_KEPT = 2
+
+
+def representative_pages(token_counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the indices of pages that stand for all: at most two of each run of equal lengths."""
+    indices: list[int] = []
+    for _, run in groupby(range(len(token_counts)), key=lambda index: token_counts[index]):
+        indices += list(run)[:_LIKE_PAGES_KEPT]
+    return tuple(indices)
+
+
+class _Representative:
+    """A prefix of the pages that `representative_pages` names."""
+
+    def __init__(self, prefix: Prefix) -> None:
+        self._prefix = prefix
+        self._indices = representative_pages(prefix.token_counts)
+
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        return tuple(self._prefix.token_counts[index] for index in self._indices)
+
+    def page(self, layer: int, index: int) -> torch.Tensor:
+        return self._prefix.page(layer, self._indices[index])
+
+    def add_cotangent(self, layer: int, index: int, d_key: torch.Tensor, d_value: torch.Tensor) -> None:
+        self._prefix.add_cotangent(layer, self._indices[index], d_key, d_value)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """What one phase did: the peak above its entry, and its outputs' shapes and dtypes (None: no output)."""
+
+    peak_bytes: int
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    single: bool
+
+
+def _signature(argument: object) -> object:
+    if isinstance(argument, torch.Tensor):
+        return (tuple(argument.shape), argument.dtype)
+    if isinstance(argument, tuple):
+        return tuple(_signature(item) for item in argument)
+    if isinstance(argument, _Representative):
+        return argument.token_counts
+    return argument
+
+
+class TracedModel:
+    """Has the phases of `DenseModel`, measured by ``meter`` and remembered. Use inside the fake tensor mode.
+
+    ``meter`` is replaced for every stage that is traced; what is remembered stays.
+    """
+
+    def __init__(self, model: DenseModel) -> None:
+        self.model, self.hf, self.dtype = model, model.hf, model.dtype
+        self.num_layers = model.num_layers
+        self.meter = LiveBytes()
+        self._phases: dict[object, _Phase] = {}
+
+    def accumulate_into(self, gradients: dict[str, torch.Tensor]) -> None:
+        """See `DenseModel.accumulate_into`."""
+        self.model.accumulate_into(gradients)
+
+    def _phase(self, name: str, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        key = (name, _signature(arguments), tuple(sorted(options.items())))
+        known = self._phases.get(key)
+        if known is None:
+            return self._observe(key, run, arguments, options)
+        self.meter.bump(known.peak_bytes)
+        outputs = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in known.outputs)
+        return outputs[0] if known.single else (outputs or None)
+
+    def _observe(self, key: object, run: Callable[..., Any], arguments: Any, options: Any) -> Any:
+        meter = self.meter
+        peak, entry = meter.peak[DEVICE], meter.live[DEVICE]
+        meter.restart_peak()
+        result = run(*arguments, **options)
+        outputs = (result,) if isinstance(result, torch.Tensor) else tuple(result or ())
+        self._phases[key] = _Phase(
+            peak_bytes=meter.peak[DEVICE] - entry,
+            outputs=tuple((tuple(item.shape), item.dtype) for item in outputs),
+            single=isinstance(result, torch.Tensor),
+        )
+        meter.peak[DEVICE] = max(peak, meter.peak[DEVICE])
+        return result
+
+    # Phases: see `DenseModel`
+
+    def embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        return self._phase("embed", self.model.embed, ids_BS)
+
+    def positions(self, hidden_BSC: torch.Tensor, first: int) -> Positions:
+        return self._phase("positions", lambda hidden: self.model.positions(hidden, first), hidden_BSC)
+
+    def block_forward(
+        self, layer: int, hidden_BSC: torch.Tensor, positions: Positions, prefix: Prefix
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def run(hidden: torch.Tensor, positions: Positions, prefix: Prefix) -> Any:
+            return self.model.block_forward(layer, hidden, positions, prefix)
+
+        return self._phase("block_forward", run, hidden_BSC, positions, _Representative(prefix))
+
+    def block_state(
+        self, layer: int, hidden_BSC: torch.Tensor, positions: Positions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(hidden: torch.Tensor, positions: Positions) -> Any:
+            return self.model.block_state(layer, hidden, positions)
+
+        return self._phase("block_state", run, hidden_BSC, positions)
+
+    def block_backward(
+        self,
+        layer: int,
+        hidden_BSC: torch.Tensor,
+        positions: Positions,
+        prefix: Prefix,
+        d_out_BSC: torch.Tensor | None,
+        d_state: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        def run(hidden: torch.Tensor, positions: Positions, prefix: Prefix, d_out: Any, d_state: Any) -> Any:
+            return self.model.block_backward(layer, hidden, positions, prefix, d_out, d_state)
+
+        return self._phase("block_backward", run, hidden_BSC, positions, _Representative(prefix), d_out_BSC, d_state)
+
+    def head_score(
+        self, hidden_RC: torch.Tensor, targets_R: torch.Tensor, *, temperature: float, block_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._phase(
+            "head_score", self.model.head_score, hidden_RC, targets_R, temperature=temperature, block_rows=block_rows
+        )
+
+    def head_backward(
+        self,
+        hidden_RC: torch.Tensor,
+        targets_R: torch.Tensor,
+        d_logps_R: torch.Tensor,
+        d_entropies_R: torch.Tensor | None,
+        *,
+        temperature: float,
+        block_rows: int,
+    ) -> torch.Tensor:
+        return self._phase(
+            "head_backward",
+            self.model.head_backward,
+            hidden_RC,
+            targets_R,
+            d_logps_R,
+            d_entropies_R,
+            temperature=temperature,
+            block_rows=block_rows,
+        )
+
+    def embed_backward(self, ids_BS: torch.Tensor, d_hidden_BSC: torch.Tensor) -> None:
+        self._phase("embed_backward", self.model.embed_backward, ids_BS, d_hidden_BSC)

@@ -1,0 +1,79 @@
+"""Weights in, weights out: the load stage, the checkpoint stage, and gradients on request.
+
+A checkpoint is a Hugging Face directory that ``from_pretrained`` and inference servers load: configuration,
+tokenizer, generation settings and safetensors in the dtype of the policy that came in. It appears complete or not at
+all. Gradients are written in the accumulators' dtype under the names of ``named_parameters()``.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from engine.errors import UsageError
+from engine.plan import TensorSpec
+from engine.run import atomic_directory, disk_usage_bytes, partial_path
+from engine.worker import StageContext
+from models.policy import PolicySource
+from stages import names
+
+CHECK_TOKENS_BYTES = 2**16
+# Activations of the short forward that checks the block walk: a dozen tokens of a layer, rounded up per hidden unit.
+
+_HEADER_BYTES_A_TENSOR = 110
+_FIXED_BYTES = 2048
+# What safetensors and the small JSON files take beside the weights.
+
+
+def load(context: StageContext, policy: PolicySource, dtype: torch.dtype, seed: int) -> None:
+    """Bring the policy's weights to the device."""
+    model = policy.load(dtype, seed=seed)
+    tensors = [*model.hf.parameters(), *model.hf.buffers()]
+    context.provide(names.WEIGHTS, tensors=(tensor.detach() for tensor in tensors), item=model)
+
+
+def save(context: StageContext, policy: PolicySource, tokenizer: Any, dtype: torch.dtype) -> None:
+    """Write the weights as a checkpoint in ``dtype`` and report its path."""
+    hf = context.item(names.WEIGHTS).hf
+    target = context.directory / names.CHECKPOINT
+    with atomic_directory(target) as directory:
+        state = None
+        if hf.dtype is not dtype:
+            state = {name: tensor.to(dtype) for name, tensor in hf.state_dict().items()}
+        hf.config.dtype = dtype
+        hf.save_pretrained(directory, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+    context.results["checkpoint"] = str(target)
+    context.provide(names.CHECKPOINT, disk_bytes=disk_usage_bytes(target))
+
+
+def checkpoint_bytes(parameters: Mapping[str, TensorSpec], policy: PolicySource, item_bytes: int) -> int:
+    """Return the size on disk of a checkpoint of these parameters at ``item_bytes`` an element, to a few KiB."""
+    weights = sum(spec.nbytes // _item(spec) * item_bytes + _HEADER_BYTES_A_TENSOR for spec in parameters.values())
+    extra = 0
+    if policy.location is not None and Path(policy.location).is_dir():
+        kept = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+        extra = sum(path.stat().st_size for name in kept if (path := Path(policy.location) / name).is_file())
+    return weights + extra + len(policy.config.to_json_string()) + _FIXED_BYTES
+
+
+def _item(spec: TensorSpec) -> int:
+    return TensorSpec(shape=(1,), dtype=spec.dtype).nbytes
+
+
+def save_gradients(context: StageContext, path: str) -> None:
+    """Write the merged gradients to a safetensors file; it appears complete or not at all."""
+    target = Path(path)
+    temporary = partial_path(target)
+    try:
+        save_file(dict(context.tensors(names.GRADIENTS)), temporary)
+        shutil.move(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"can't write the gradients to {path!r}: {error}") from error

@@ -1,0 +1,64 @@
+"""Workspace of a stage, by running its real code on fake tensors.
+
+Every Value of the stage is created on a fake device, the weights are a `models.tracing.TracedModel`, and the stage's
+own function runs under the byte counter. What it reaches above its entry is its workspace. Chunks of the same shape
+have the same workspace, so results are remembered by the shape that the caller names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engine.budget import Tier
+from engine.memory import DEVICE, LiveBytes
+from engine.plan import Plan, Stage, TensorSpec
+from engine.worker import TorchMachine, dtype_name
+from models.policy import PolicySource
+from models.tracing import TracedModel
+from stages import names
+
+
+class Estimator:
+    """Knows a policy's sizes and the workspaces of its stages; no weights are loaded.
+
+    Raises:
+        UnsupportedModelError: the policy's architecture is refused.
+    """
+
+    def __init__(self, policy: PolicySource, dtype: torch.dtype) -> None:
+        self._mode = FakeTensorMode()
+        self._model = TracedModel(policy.fake_model(dtype, self._mode))
+        self._known: dict[Hashable, int] = {}
+
+    def parameters(self) -> dict[str, TensorSpec]:
+        """Return the parameters' sizes by name; a tied one comes once."""
+        return {name: _spec(tensor) for name, tensor in self._model.hf.named_parameters()}
+
+    def buffers(self) -> dict[str, TensorSpec]:
+        """Return the sizes of what the model keeps beside its parameters."""
+        return {name: _spec(tensor) for name, tensor in self._model.hf.named_buffers()}
+
+    def workspace_bytes(self, shape: Hashable, stage: Stage, plan: Plan) -> int:
+        """Return the device bytes that ``stage`` needs beyond its Values and buffers."""
+        if shape not in self._known:
+            self._known[shape] = self._trace(stage, plan)
+        return self._known[shape]
+
+    def _trace(self, stage: Stage, plan: Plan) -> int:
+        meter = self._model.meter = LiveBytes()
+        machine = TorchMachine(plan, meter=meter, store=None, directory=None)
+        with self._mode, meter:
+            for name in dict.fromkeys(stage.uses()):
+                machine.create(plan.values[name], Tier.DEVICE)
+            machine.held[names.WEIGHTS].item = self._model
+            entry = meter.live[DEVICE]
+            meter.restart_peak()
+            machine.run(stage)
+            return meter.peak[DEVICE] - entry
+
+
+def _spec(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))

@@ -1,0 +1,206 @@
+"""The run directory: a name that can be seen holds everything it will ever hold."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from engine.errors import RunDirectoryError, UsageError
+from engine.journal import Journal
+from engine.run import (
+    RunDirectory,
+    atomic_directory,
+    atomic_write_bytes,
+    atomic_write_text,
+    default_run_path,
+    disk_usage_bytes,
+    partial_path,
+)
+
+
+def test_a_new_run_directory_is_made_with_its_parents_and_is_empty(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs" / "first")
+    assert run.path.is_dir()
+    assert list(run.path.iterdir()) == []
+
+
+def test_an_empty_directory_may_become_a_run(tmp_path: Path) -> None:
+    assert RunDirectory.create(tmp_path).path == tmp_path
+
+
+def test_a_directory_with_something_in_it_is_refused_with_advice_and_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(UsageError) as caught:
+        RunDirectory.create(tmp_path)
+    assert f"{tmp_path} is not empty (1 entries)" in str(caught.value)
+    assert f"`engine resume {tmp_path}`" in str(caught.value)
+    assert "name another directory with --run" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_file_is_refused_as_a_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="is a file; name another directory with --run"):
+        RunDirectory.create(tmp_path / "file")
+
+
+def test_a_directory_is_a_run_from_the_moment_it_has_a_journal(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run")
+    with pytest.raises(RunDirectoryError, match=r"is no run directory: it has no journal\.msgpack"):
+        RunDirectory.open(run.path)
+    Journal.create(run.journal_path).close()
+    assert RunDirectory.open(run.path) == run
+
+
+def test_opening_a_directory_that_is_not_there_says_how_to_start_a_run(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"no run directory at .*gone; start one with `engine execute"):
+        RunDirectory.open(tmp_path / "gone")
+
+
+def test_every_path_of_a_run_lies_in_its_directory_under_the_name_of_the_layout(tmp_path: Path) -> None:
+    run = RunDirectory(path=tmp_path)
+    paths = [run.journal_path, run.store_path, run.plan_path, run.results_path, run.trace_path]
+    assert [path.relative_to(tmp_path).as_posix() for path in paths] == [
+        "journal.msgpack",
+        "store",
+        "plan.py",
+        "results",
+        "trace.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [("quickstart", "quickstart"), ("plans/qwen2.5_7b.py", "qwen2.5_7b"), ("/tmp/my plan.py", "my plan")],
+)
+def test_the_default_directory_names_the_plan_and_the_time(plan: str, name: str) -> None:
+    now = datetime(2026, 3, 4, 5, 6, 7)
+    assert default_run_path(plan, now) == Path(f"runs/{name}-20260304-050607")
+
+
+def test_text_is_written_whole_as_utf8_over_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file.txt"
+    atomic_write_text(path, "first")
+    atomic_write_text(path, "zweité\n")
+    assert path.read_bytes() == "zweité\n".encode()
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    path = tmp_path / "file"
+    atomic_write_bytes(path, b"old")
+
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(OSError, match="No space left"):
+        atomic_write_bytes(path, b"new")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"file": b"old"}
+
+
+def test_a_written_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(b"")
+    atomic_write_bytes(tmp_path / "atomic", b"")
+    assert (tmp_path / "atomic").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_directory_appears_only_when_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "checkpoint"
+    with atomic_directory(path) as partial:
+        (partial / "sub").mkdir()
+        (partial / "sub" / "a").write_text("a")
+        assert not path.exists()
+    assert (path / "sub" / "a").read_text() == "a"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_directory_that_could_not_be_filled_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    def fill() -> None:
+        with atomic_directory(tmp_path / "checkpoint") as partial:
+            (partial / "a").write_text("a")
+            raise error
+
+    with pytest.raises(error):
+        fill()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_exists_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    with pytest.raises(UsageError, match="checkpoint exists already"), atomic_directory(path):
+        pytest.fail("must not be entered")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_is_replaced_when_asked_and_kept_when_the_new_one_fails(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    with atomic_directory(path) as partial:
+        (partial / "old").write_text("old")
+    with pytest.raises(ValueError, match="half"), atomic_directory(path, replace=True) as partial:
+        raise ValueError("half")
+    assert [p.name for p in path.iterdir()] == ["old"]
+    with atomic_directory(path, replace=True) as partial:
+        (partial / "new").write_text("new")
+    assert [p.name for p in path.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_every_file_is_synced_before_its_directory_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(fd: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        real_fsync(fd)
+
+    def rename(source: Path, target: Path) -> None:
+        events.append("rename")
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    with atomic_directory(tmp_path / "checkpoint") as partial:
+        (partial / "a").write_text("a")
+        (partial / "b").write_text("b")
+    assert sorted(events[:2]) == ["a", "b"]
+    assert events[2:] == [partial.name, "rename", tmp_path.name]
+
+
+def test_the_size_of_results_is_the_sum_of_their_files(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run")
+    assert run.results_bytes() == 0
+    atomic_write_bytes(run.results_path / "checkpoint" / "model", bytes(1000))
+    atomic_write_bytes(run.results_path / "metrics.json", bytes(24))
+    assert run.results_bytes() == 1024
+    assert disk_usage_bytes(run.results_path / "metrics.json") == 24
+
+
+def test_links_out_of_the_results_are_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "big").write_bytes(bytes(1000))
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "results" / "file").symlink_to(tmp_path / "outside" / "big")
+    assert disk_usage_bytes(tmp_path / "results") == 0
+
+
+def test_a_sweep_removes_what_a_killed_process_left_and_nothing_else(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run")
+    assert run.sweep() == []
+    atomic_write_bytes(run.results_path / "kept", b"kept")
+    atomic_write_bytes(run.trace_path, b"{}")
+    left = [partial_path(run.trace_path), partial_path(run.results_path / "checkpoint")]
+    left[0].write_text("half")
+    left[1].mkdir()
+    (left[1] / "a").write_text("half")
+    assert sorted(run.sweep()) == sorted(left)
+    assert sorted(p.name for p in run.path.rglob("*")) == ["kept", "results", "trace.json"]
