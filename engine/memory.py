@@ -5,8 +5,8 @@ every operator's outputs, counts each storage once when it first appears and unc
 
 Invariant: ``live[tier]`` is the sum of the sizes of the storages that are alive and were first seen on that tier.
 On a machine without accelerator the device tier is every storage that was not allocated inside ``on_host()``;
-bytes that kernels and libraries allocate inside one operator are not seen. The same class works on fake tensors
-(`torch._subclasses.FakeTensorMode`), which is how a stage's workspace is known before it runs.
+bytes that kernels and libraries allocate inside one operator are not seen. The same class works on tensors
+of the meta device, which is how a stage's workspace is known before it runs.
 """
 
 from __future__ import annotations

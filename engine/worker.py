@@ -10,7 +10,8 @@ array; its checksum is kept by the store.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import gc
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -115,6 +116,8 @@ class TorchMachine:
 
     def drop(self, value: Value, tier: Tier) -> None:
         del self.held[value.name]
+        if value.provided:
+            gc.collect()  # models are cyclic, and a budget can't wait for the collector
         if tier is Tier.DISK and not value.provided:
             self._forget(value)
 
@@ -219,6 +222,12 @@ class StageContext:
     def item(self, name: str) -> Any:
         """Return what the writer of a provided Value handed over."""
         return self._machine.held[name].item
+
+    def index(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return whole numbers as an int64 tensor on the device, counted there."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        self._machine.meter.adopt([tensor])
+        return tensor
 
     # Streams
 

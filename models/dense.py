@@ -18,6 +18,7 @@ Shapes: B branches, S tokens, C hidden size, K key/value heads, D head dimension
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -84,9 +85,11 @@ class DenseModel:
             parameter.register_post_accumulate_grad_hook(self._collector(name))
 
     def _collector(self, name: str) -> Any:
+        owner = weakref.ref(self)  # hooks are invisible to the cycle collector: a strong one would keep the weights
+
         def collect(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
-            self.gradients[name].add_(cast(torch.Tensor, gradient))
+            cast(DenseModel, owner()).gradients[name].add_(cast(torch.Tensor, gradient))
 
         return collect
 

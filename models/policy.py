@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -72,10 +71,10 @@ class PolicySource:
             return []
         return sorted(path for pattern in _WEIGHT_PATTERNS for path in Path(self.location).glob(pattern))
 
-    def fake_model(self, dtype: torch.dtype, mode: FakeTensorMode) -> DenseModel:
-        """Return the model on fake tensors of ``mode``: all sizes, no data. Raises UnsupportedModelError."""
+    def sizes_only(self, dtype: torch.dtype) -> DenseModel:
+        """Return the model on torch's meta device: all sizes, no data. Raises UnsupportedModelError."""
         check_config(self.config)
-        with mode, lifted_casts(dtype):
+        with torch.device("meta"), lifted_casts(dtype):
             hf = self._from_config(dtype)
             check_structure(hf)
             return DenseModel(hf)
@@ -87,14 +86,18 @@ class PolicySource:
             UsageError: the checkpoint can't be read.
             UnsupportedModelError: the adapter does not evaluate this architecture exactly.
         """
+        model = DenseModel(self.load_hf(dtype, seed=seed))
+        check_walk(model)
+        return model
+
+    def load_hf(self, dtype: torch.dtype, *, seed: int) -> PreTrainedModel:
+        """Load Hugging Face's own model, in evaluation mode. Raises as `load` does."""
         check_config(self.config)
         with lifted_casts(dtype), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             hf = self._from_config(dtype) if self.location is None else self._from_checkpoint(dtype)
         check_structure(hf)
-        model = DenseModel(hf)
-        check_walk(model)
-        return model
+        return hf.eval()
 
     def _from_config(self, dtype: torch.dtype) -> PreTrainedModel:
         try:

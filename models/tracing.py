@@ -1,8 +1,7 @@
-"""A model that measures itself: phases run once on fake tensors, then are replayed from memory.
+"""A model that measures itself: phases run once on tensors without data, then are replayed from memory.
 
-The workspace of a stage is found by running the stage's real code on fake tensors (no data, any model size) under
-`engine.memory.LiveBytes`. A decoder's layers are alike, so each phase is run for real on fake tensors once per
-signature; after that it is replayed: outputs of the same sizes are allocated, the peak is raised by what the phase
+The workspace of a stage is found by running the stage's real code on torch's meta device (sizes without data, any
+model) under `engine.memory.LiveBytes`. A decoder's layers are alike, so each phase is run there once per signature; after that it is replayed: outputs of the same sizes are allocated, the peak is raised by what the phase
 needed, and nothing is computed. Runs of equally long prefix pages are shortened to two, since a page's temporaries
 are gone before the next but one begins.
 
@@ -72,7 +71,7 @@ def _signature(argument: object) -> object:
 
 
 class TracedModel:
-    """Has the phases of `DenseModel`, measured by ``meter`` and remembered. Use inside the fake tensor mode.
+    """Has the phases of `DenseModel`, measured by ``meter`` and remembered. Use on the meta device.
 
     ``meter`` is replaced for every stage that is traced; what is remembered stays.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from engine.errors import UsageError
 from engine.plan import TensorSpec
@@ -72,7 +72,7 @@ def save_gradients(context: StageContext, path: str) -> None:
     target = Path(path)
     temporary = partial_path(target)
     try:
-        save_file(dict(context.tensors(names.GRADIENTS)), temporary)
+        save_file({name: tensor.numpy() for name, tensor in context.tensors(names.GRADIENTS).items()}, temporary)
         shutil.move(temporary, target)
     except OSError as error:
         temporary.unlink(missing_ok=True)

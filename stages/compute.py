@@ -72,7 +72,7 @@ class ChunkWork:
         with lifted_casts(model.dtype):
             hidden = forward_chunk(
                 model,
-                torch.tensor(self.chunk.padded_ids),
+                context.index(self.chunk.padded_ids),
                 first_position=self.chunk.first_position,
                 prefix=PagedPrefix(context, self.visible),
                 keep_state=self._keeper(context) if self.own else None,
@@ -80,7 +80,7 @@ class ChunkWork:
             )
             if hidden is None:
                 return
-            rows, targets = self._rows_and_targets()
+            rows, targets = self._rows_and_targets(context)
             out = context.tensors(names.scores(self.name))
             logprobs, entropies = model.head_score(
                 hidden.flatten(0, 1)[rows],
@@ -101,7 +101,7 @@ class ChunkWork:
         with lifted_casts(model.dtype):
             backward_chunk(
                 model,
-                torch.tensor(self.chunk.padded_ids),
+                context.index(self.chunk.padded_ids),
                 first_position=self.chunk.first_position,
                 prefix=PagedPrefix(context, self.visible),
                 state_cotangent=self._cotangents(context) if self.own else None,
@@ -109,9 +109,9 @@ class ChunkWork:
             )
         model.accumulate_into({})
 
-    def _rows_and_targets(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows_and_targets(self, context: StageContext) -> tuple[torch.Tensor, torch.Tensor]:
         rows, targets, _ = zip(*self.scored, strict=True)
-        return torch.tensor(rows), torch.tensor(targets)
+        return context.index(rows), context.index(targets)
 
     def _keeper(self, context: StageContext) -> Any:
         def keep(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ class ChunkWork:
         derivatives = context.tensors(names.derivatives(self.name))
 
         def head_backward(hidden_BSC: torch.Tensor) -> torch.Tensor:
-            rows, targets = self._rows_and_targets()
+            rows, targets = self._rows_and_targets(context)
             d_rows = model.head_backward(
                 hidden_BSC.flatten(0, 1)[rows],
                 targets,

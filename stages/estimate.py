@@ -1,6 +1,6 @@
-"""Workspace of a stage, by running its real code on fake tensors.
+"""Workspace of a stage, by running its real code on tensors without data.
 
-Every Value of the stage is created on a fake device, the weights are a `models.tracing.TracedModel`, and the stage's
+Every Value of the stage is created on torch's meta device, the weights are a `models.tracing.TracedModel`, and the stage's
 own function runs under the byte counter. What it reaches above its entry is its workspace. Chunks of the same shape
 have the same workspace, so results are remembered by the shape that the caller names.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.budget import Tier
 from engine.memory import DEVICE, LiveBytes
@@ -29,8 +28,7 @@ class Estimator:
     """
 
     def __init__(self, policy: PolicySource, dtype: torch.dtype) -> None:
-        self._mode = FakeTensorMode()
-        self._model = TracedModel(policy.fake_model(dtype, self._mode))
+        self._model = TracedModel(policy.sizes_only(dtype))
         self._known: dict[Hashable, int] = {}
 
     def parameters(self) -> dict[str, TensorSpec]:
@@ -50,10 +48,11 @@ class Estimator:
     def _trace(self, stage: Stage, plan: Plan) -> int:
         meter = self._model.meter = LiveBytes()
         machine = TorchMachine(plan, meter=meter, store=None, directory=None)
-        with self._mode, meter:
+        with torch.device("meta"), meter:
             for name in dict.fromkeys(stage.uses()):
                 machine.create(plan.values[name], Tier.DEVICE)
             machine.held[names.WEIGHTS].item = self._model
+            meter.adopt([*self._model.hf.parameters(), *self._model.hf.buffers()])  # or their views would count as new
             entry = meter.live[DEVICE]
             meter.restart_peak()
             machine.run(stage)
