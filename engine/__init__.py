@@ -30,7 +30,18 @@ _HOME = {
     "ValueKind": "engine.plan",
 }
 
-__all__ = ["CODE_VERSION", "Budget", "Plan", "Stage", "Stream", "TensorSpec", "Tier", "Value", "ValueKind", "__version__"]
+__all__ = [
+    "CODE_VERSION",
+    "Budget",
+    "Plan",
+    "Stage",
+    "Stream",
+    "TensorSpec",
+    "Tier",
+    "Value",
+    "ValueKind",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -52,7 +52,7 @@ _FRAME_HEAD = struct.Struct("<II")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord:
-    """The plan of this run: resume refuses another one."""
+    """The plan of this run: resume refuses another one. ``recipe`` is what it takes to build the plan again."""
 
     plan: str
     fingerprint: str
@@ -60,6 +60,7 @@ class PlanRecord:
     choices: dict[str, object]
     budget_bytes: dict[str, int]
     code_version: str
+    recipe: dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)

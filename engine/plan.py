@@ -180,13 +180,15 @@ class Tap:
 class Plan:
     """The DAG of stages. Built by `value` and `add`, then sealed by `ordered`.
 
-    ``hooks`` are functions that the command line calls by name (``audit``); ``taps`` are extra outputs by name
+    ``budget`` holds bytes by tier that the plan asks for unless the command line says otherwise. ``hooks`` are
+    functions that the command line calls by name (``audit``, ``compare``); ``taps`` are extra outputs by name
     (``gradients``). ``choices`` says how it was lowered, ``space`` how else it could be.
     """
 
     name: str
     choices: Choices = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
+    budget: Mapping[str, int] = field(default_factory=dict)
     space: ChoiceSpace | None = None
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
     taps: dict[str, Tap] = field(default_factory=dict)
@@ -285,7 +287,9 @@ class Plan:
         if not changes and not done:
             raise PlanError(f"stage {stage.name!r} reads {value.name!r} before any stage has written it")
         if not changes and value.kind is ValueKind.ACCUMULATOR and done < len(writers):
-            raise PlanError(f"stage {stage.name!r} reads accumulator {value.name!r} before {writers[done]!r} updates it")
+            raise PlanError(
+                f"stage {stage.name!r} reads accumulator {value.name!r} before {writers[done]!r} updates it"
+            )
 
 
 def digest(data: object) -> str:

@@ -110,6 +110,12 @@ class RunDirectory:
             _remove_tree(path)
         return removed
 
+    def clear(self) -> None:
+        """Remove everything but the journal and the copy of the plan: an unfinished step begins again."""
+        self.sweep()
+        for path in (self.store_path, self.results_path, self.trace_path):
+            _remove_tree(path)
+
 
 def default_run_path(plan: str, now: datetime) -> Path:
     """Return ``runs/PLAN-YYYYmmdd-HHMMSS``, where PLAN is the name of the plan or of its file without ``.py``."""

@@ -8,6 +8,7 @@ stops the run. Results are in the journal and in ``results/``.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from engine.journal import Journal, PlanRecord, ResultRecord, RunFinished, Stage
 from engine.memory import DEVICE, HOST, LiveBytes, peak_rss_bytes, release_freed_memory
 from engine.plan import Plan, Stage, digest, recipe_keys
 from engine.planner import Forecast
-from engine.run import RunDirectory
+from engine.run import RunDirectory, atomic_write_text
 from engine.schedule import Schedule
 from engine.store import Store
 from engine.units import format_bytes
@@ -144,9 +145,16 @@ def execute(
     *,
     plan_source: bytes | None = None,
     wanted: Mapping[str, str] | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    again: bool = False,
     observers: Iterable[Observer] = (),
 ) -> Outcome:
     """Run a forecast plan in a new run directory and return what it reports.
+
+    With ``again`` the directory is that of an unfinished run, whose step begins again from its beginning.
+
+    ``plan_source`` is kept beside the journal, ``recipe`` in it: what a resume needs to build the same plan.
+    ``wanted`` are extra outputs, ``{tap: path}``.
 
     Raises:
         UsageError: the run directory exists and is not empty, or an extra output can't be written.
@@ -154,9 +162,11 @@ def execute(
     """
     plan = forecast.plan
     taps = open_taps(plan, wanted or {})
-    directory = RunDirectory.create(run_path)
-    with Journal.create(directory.journal_path) as journal:
-        journal.append(_plan_record(forecast), sync=True)
+    directory = RunDirectory.open(run_path) if again else RunDirectory.create(run_path)
+    with Journal.open(directory.journal_path) if again else Journal.create(directory.journal_path) as journal:
+        if again:
+            directory.clear()
+        journal.append(_plan_record(forecast, recipe or {}), sync=True)
         if plan_source is not None:
             directory.plan_path.write_bytes(plan_source)
         directory.results_path.mkdir(exist_ok=True)
@@ -165,13 +175,15 @@ def execute(
         machine = TorchMachine(plan, meter=meter, store=store, directory=directory.results_path)
         machine.taps = taps
         outcome = _drive(forecast, machine, journal, observers)
+        line = {name: outcome.results.get(name) for name in ("loss", "grad_norm")} | outcome.results.get("metrics", {})
+        atomic_write_text(directory.results_path / "metrics.jsonl", json.dumps(line) + "\n")
         for name, value in outcome.results.items():
             journal.append(ResultRecord(name=name, payload={"value": value}))
         journal.append(RunFinished(results=outcome.results), sync=True)
     return outcome
 
 
-def _plan_record(forecast: Forecast) -> PlanRecord:
+def _plan_record(forecast: Forecast, recipe: Mapping[str, Any]) -> PlanRecord:
     return PlanRecord(
         plan=forecast.plan.name,
         fingerprint=plan_fingerprint(forecast.plan),
@@ -179,6 +191,7 @@ def _plan_record(forecast: Forecast) -> PlanRecord:
         choices=dict(forecast.plan.choices),
         budget_bytes=forecast.budget.as_dict(),
         code_version=engine.CODE_VERSION,
+        recipe=dict(recipe),
     )
 
 

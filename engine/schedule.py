@@ -84,9 +84,7 @@ def begin(ledger: Ledger, plan: Plan, instruction: Instruction) -> None:
         case Move(value=name, target=target):
             ledger.add(target, name, plan.values[name].nbytes)
         case Run(stage=name):
-            ledger.add(
-                Tier.DEVICE, f"workspace of {name}", instruction.workspace_bytes + instruction.buffer_bytes
-            )
+            ledger.add(Tier.DEVICE, f"workspace of {name}", instruction.workspace_bytes + instruction.buffer_bytes)
         case Drop():
             pass
 
@@ -272,9 +270,7 @@ class _Scheduler:
         """Spill movable Values, farthest next use first, until ``need`` device bytes are free."""
         if need <= self.ledger.free(Tier.DEVICE):
             return
-        candidates = sorted(
-            (name for name in self.on_device if name not in keep), key=self._next_use, reverse=True
-        )
+        candidates = sorted((name for name in self.on_device if name not in keep), key=self._next_use, reverse=True)
         for name in candidates:
             self._move(name, self._lower_tier(self.plan.values[name]))
             if need <= self.ledger.free(Tier.DEVICE):

@@ -38,7 +38,9 @@ def check_config(config: PreTrainedConfig) -> None:
         UnsupportedModelError: naming the model type and the feature.
     """
     values = config.to_dict()
-    reasons = [reason for reason in (_encoder(values), _layers(config, values), _dropout(values), _rope(values)) if reason]
+    reasons = [
+        reason for reason in (_encoder(values), _layers(config, values), _dropout(values), _rope(values)) if reason
+    ]
     if reasons:
         raise UnsupportedModelError(
             f"model type {values.get('model_type')!r} is refused: {'; '.join(reasons)}; "
@@ -67,7 +69,9 @@ def _layers(config: PreTrainedConfig, values: dict[str, Any]) -> str | None:
 
 
 def _dropout(values: dict[str, Any]) -> str | None:
-    found = {k: v for k, v in values.items() if ("dropout" in k or k.endswith("pdrop")) and isinstance(v, float) and v > 0}
+    found = {
+        k: v for k, v in values.items() if ("dropout" in k or k.endswith("pdrop")) and isinstance(v, float) and v > 0
+    }
     if found:
         return f"dropout would make the recomputed chunks differ ({found}); set it to 0 in the configuration"
     return None
@@ -110,9 +114,7 @@ def check_walk(model: DenseModel) -> None:
     ids_BS = torch.arange(count)[None]
     our_attention = hf.config._attn_implementation
     with lifted_casts(model.dtype):
-        hidden = forward_chunk(
-            model, ids_BS, first_position=0, prefix=EmptyPrefix(), keep_state=None, want_hidden=True
-        )
+        hidden = forward_chunk(model, ids_BS, first_position=0, prefix=EmptyPrefix(), keep_state=None, want_hidden=True)
         ours = hf.lm_head(hf.model.norm(hidden[:, -1:]))
         hf.config._attn_implementation = "sdpa"
         try:

@@ -66,9 +66,7 @@ class Lowering:
                 self._backward_chunk(work)
 
     def _waves(self, nodes: tuple[Node, ...]) -> list[tuple[Node, ...]]:
-        return waves_of(
-            nodes[0].children, chunk_tokens=self.chunk_tokens, branches_at_once=self.branches_at_once
-        )
+        return waves_of(nodes[0].children, chunk_tokens=self.chunk_tokens, branches_at_once=self.branches_at_once)
 
     def _has_cotangents(self, node: Node) -> bool:
         """Whether the loss reaches a node's state: always, except for the prompt when its gradient is stopped."""
@@ -90,9 +88,7 @@ class Lowering:
         own = tuple(column for column in columns if column.overlap(chunk.start, chunk.stop) is not None)
         last = chunk.nodes[-1].name.rsplit("/", 1)[-1] if len(chunk.nodes) > 1 else ""
         name = f"{chunk.nodes[0].name}{'-' + last if last else ''}/tokens{chunk.start}-{chunk.stop}"
-        return ChunkWork(
-            name=name, chunk=chunk, visible=(*path, *before), own=own, layout=self.layout, head=self.head
-        )
+        return ChunkWork(name=name, chunk=chunk, visible=(*path, *before), own=own, layout=self.layout, head=self.head)
 
     def _forward_chunk(self, work: ChunkWork) -> None:
         writes = ()

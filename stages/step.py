@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 
-from engine.budget import Tier
+from engine.budget import Budget, Tier
 from engine.errors import UsageError
 from engine.memory import DEVICE, LiveBytes
 from engine.plan import Choices, Cost, Plan, Stage, Tap, TensorSpec, Value, ValueKind, digest
@@ -73,13 +73,18 @@ class GrpoSettings:
                 raise UsageError(f"{name}={value!r} must be a whole number of at least 1")
 
 
-def parse_dtype(name: str | None, default: torch.dtype) -> torch.dtype:
+def parse_dtype(name: str | None, default: torch.dtype = torch.float32) -> torch.dtype:
     """Return the compute dtype of that name. Raises UsageError for a name that is not one of the three."""
     if name is None:
         return default if default in _DTYPES.values() else torch.float32
     if name not in _DTYPES:
         raise UsageError(f"dtype={name!r} is not known; choose one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def fixed_choices(**choices: int | None) -> dict[str, int]:
+    """Return the choices that are given; None leaves one to the planner."""
+    return {name: value for name, value in choices.items() if value is not None}
 
 
 def grpo_step(
@@ -96,7 +101,15 @@ def grpo_step(
     require_trainable(groups)
     source = find_policy(policy) if isinstance(policy, str) else policy
     space = GrpoSpace(name=name, policy=source, groups=tuple(groups), settings=settings, tokenizer=tokenizer)
-    return space.lower(space.first())
+    plan = space.lower(space.first())
+    plan.hooks["audit"] = partial(_audit, space)
+    return plan
+
+
+def _audit(space: GrpoSpace, budget: Budget) -> dict[str, object]:
+    from stages.audit import audit  # which builds on this module
+
+    return audit(space, budget)
 
 
 @dataclass(kw_only=True)
@@ -184,9 +197,7 @@ class _StepBuilder:
         )
         self.sizes = geometry(
             self.policy.config,
-            layer_parameters=sum(
-                _elements(spec) for name, spec in self.parameters.items() if ".layers." in name
-            ),
+            layer_parameters=sum(_elements(spec) for name, spec in self.parameters.items() if ".layers." in name),
             dtype=self.settings.dtype,
         )
         self.lowering = Lowering(
@@ -245,15 +256,11 @@ class _StepBuilder:
                 provided=True,
             )
         )
-        self.plan.value(
-            Value(name=names.GRADIENTS, tensors=gradients, kind=ValueKind.ACCUMULATOR, tiers=on_device)
-        )
+        self.plan.value(Value(name=names.GRADIENTS, tensors=gradients, kind=ValueKind.ACCUMULATOR, tiers=on_device))
         if self.tied:
             shape = (self.sizes.vocab, self.sizes.hidden)
             head = {HEAD_GRADIENT: TensorSpec(shape=shape, dtype=wide)}
-            self.plan.value(
-                Value(name=names.HEAD_GRADIENTS, tensors=head, kind=ValueKind.ACCUMULATOR, tiers=on_device)
-            )
+            self.plan.value(Value(name=names.HEAD_GRADIENTS, tensors=head, kind=ValueKind.ACCUMULATOR, tiers=on_device))
 
     def _add_load(self) -> None:
         policy, dtype, seed = self.policy, self.settings.dtype, self.settings.seed

@@ -104,7 +104,8 @@ def chunks_of(nodes: tuple[Node, ...], chunk_tokens: int) -> list[Chunk]:
         return [Chunk(nodes=nodes, start=0, stop=max(len(node.inputs) for node in nodes))]
     total = len(nodes[0].inputs)
     return [
-        Chunk(nodes=nodes, start=start, stop=min(start + chunk_tokens, total)) for start in range(0, total, chunk_tokens)
+        Chunk(nodes=nodes, start=start, stop=min(start + chunk_tokens, total))
+        for start in range(0, total, chunk_tokens)
     ]
 
 

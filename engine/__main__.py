@@ -1,0 +1,72 @@
+"""The command ``engine``: thin, so that ``engine --help`` and mistakes of usage answer at once.
+
+Standard output carries results (with ``--json`` one JSON object and nothing else), standard error carries progress
+and errors. Exit codes are those of `engine.errors`, 130 for an interruption.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if sys.path and sys.path[0] in ("", os.getcwd()):
+    del sys.path[0]  # python -m puts the current folder first, where a folder named models/ would shadow ours
+
+import argparse
+from collections.abc import Sequence
+
+_PLAN_HELP = "a plan file, or the name of a shipped plan (quickstart, from_rollouts, tiny_dense)"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="engine",
+        description="Plan, simulate and execute post-training steps at million-token context under a memory budget.",
+        epilog="exit codes: 0 done, 1 audit out of tolerance, 2 wrong usage or bad input, 3 does not fit the budget, "
+        "4 run directory damaged or of another plan, 5 a stage failed or passed its planned bytes, 130 interrupted",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, help: str, *, plan: bool = True) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        if plan:
+            command.add_argument("plan", metavar="PLAN", help=_PLAN_HELP)
+            command.add_argument(
+                "--set", metavar="NAME=VALUE", action="append", default=[], dest="settings",
+                help="override a keyword argument of the plan function; repeatable",
+            )  # fmt: skip
+        command.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+        return command
+
+    def add_budget(command: argparse.ArgumentParser) -> None:
+        command.add_argument(
+            "--budget", metavar="device=8GiB,host=32GiB,disk=200GiB",
+            help="bytes per tier; a tier that is not named keeps its default",
+        )  # fmt: skip
+        command.add_argument("--hardware", metavar="NAME|FILE", default="cpu", help="hardware profile for times")
+
+    execute = add("execute", "run a plan in a new run directory")
+    add_budget(execute)
+    execute.add_argument("--run", metavar="DIR", help="the run directory (default: runs/PLAN-TIME)")
+    execute.add_argument("--save-gradients", metavar="FILE.safetensors", help="also write the merged gradients")
+    simulate = add("simulate", "say what a plan would need and take, without running it")
+    add_budget(simulate)
+    audit = add("audit", "compare the planned gradient with dense autograd")
+    add_budget(audit)
+    show = add("show", "print the stages of a plan, or what a run directory holds")
+    show.add_argument("--budget", help=argparse.SUPPRESS)
+    resume = add("resume", "finish an interrupted run", plan=False)
+    resume.add_argument("run", metavar="DIR", help="the run directory")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    from engine.commands import run_command
+
+    return run_command(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""What each command of ``engine`` does, from parsed arguments to exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from engine.budget import Budget, default_budget, merge_budget, parse_budget
+from engine.errors import DoesNotFitError, EngineError, RunDirectoryError, StageFailedError, UsageError
+from engine.loader import find_plan, parse_settings
+from engine.plan import Plan
+
+INTERRUPTED = 130
+OUT_OF_TOLERANCE = 1
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run one command; errors made on purpose become a message on standard error and their exit code."""
+    try:
+        return _COMMANDS[arguments.command](arguments)
+    except KeyboardInterrupt:
+        print("engine: interrupted; what was committed is kept, engine resume DIR goes on", file=sys.stderr)
+        return INTERRUPTED
+    except EngineError as error:
+        if arguments.json and isinstance(error, DoesNotFitError):
+            print(json.dumps({**error.report, "feasible": False, "error": str(error)}))
+        print(f"engine: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"engine: error: {error}", file=sys.stderr)
+        return StageFailedError.exit_code
+
+
+def _emit(arguments: argparse.Namespace, data: Mapping[str, object], text: str) -> None:
+    print(json.dumps(data, default=str) if arguments.json else text)
+
+
+def _load(arguments: argparse.Namespace) -> tuple[Plan, bytes]:
+    file = find_plan(arguments.plan)
+    return file.plan(parse_settings(arguments.settings)), file.path.read_bytes()
+
+
+def _budget(arguments: argparse.Namespace, plan: Plan, directory: Path) -> Budget:
+    """The command line's budget over the plan's own over the machine's."""
+    return parse_budget(arguments.budget, merge_budget(plan.budget, default_budget(directory)))
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from engine.hardware import load_profile
+    from engine.planner import forecast
+    from engine.report import describe_forecast
+
+    profile = load_profile(arguments.hardware)
+    parse_budget(arguments.budget, default_budget(Path()))  # a typing mistake is told before anything slow
+    plan, _ = _load(arguments)
+    result = forecast(plan, _budget(arguments, plan, Path()), profile)
+    _emit(arguments, result.as_dict(), describe_forecast(result))
+    return 0
+
+
+def _execute(arguments: argparse.Namespace) -> int:
+    from engine.run import default_run_path
+
+    parse_budget(arguments.budget, default_budget(Path()))
+    run = Path(arguments.run) if arguments.run else default_run_path(Path(arguments.plan).stem, datetime.now())
+    _refuse_full_directory(run)
+    plan, source = _load(arguments)
+    wanted = {"gradients": arguments.save_gradients} if arguments.save_gradients else {}
+    recipe = {"plan": arguments.plan, "set": arguments.settings, "budget": arguments.budget, "cwd": os.getcwd()}
+    return _run_plan(arguments, plan, source, run, wanted, recipe)
+
+
+def _refuse_full_directory(run: Path) -> None:
+    """Say at once, not after minutes of planning, that a run directory is taken."""
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise UsageError(
+            f"run directory {str(run)!r} exists and is not empty; "
+            f"finish it with engine resume {run}, or name another with --run"
+        )
+
+
+def _run_plan(
+    arguments: argparse.Namespace,
+    plan: Plan,
+    source: bytes,
+    run: Path,
+    wanted: Mapping[str, str],
+    recipe: Mapping[str, Any],
+    *,
+    again: bool = False,
+) -> int:
+    from engine.hardware import load_profile
+    from engine.planner import forecast
+    from engine.progress import Progress
+    from engine.report import describe_outcome
+    from engine.runtime import execute
+
+    planned = forecast(plan, _budget(arguments, plan, run), load_profile(arguments.hardware))
+    for note in plan.notes:
+        print(f"note: {note}", file=sys.stderr)
+    progress = Progress(len(planned.schedule.stages))
+    try:
+        outcome = execute(
+            planned, run, plan_source=source, wanted=wanted, recipe=recipe, again=again, observers=[progress]
+        )
+    finally:
+        progress.close()
+    comparison = plan.hooks["compare"](outcome) if "compare" in plan.hooks else {}
+    data = {**planned.as_dict(), **outcome.as_dict(), "run": str(run)}
+    if comparison:
+        data["comparison"] = {key: value for key, value in comparison.items() if key != "lines"}
+    _emit(arguments, data, describe_outcome(planned, outcome, str(run), comparison))
+    return 0
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from engine.report import describe_audit
+
+    plan, _ = _load(arguments)
+    if "audit" not in plan.hooks:
+        raise UsageError(f"plan {plan.name!r} can't be audited: it registers no audit")
+    report = plan.hooks["audit"](_budget(arguments, plan, Path()))
+    _emit(arguments, report, describe_audit(report))
+    return 0 if report["passed"] else OUT_OF_TOLERANCE
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    if Path(arguments.plan).is_dir():
+        return _show_run(arguments)
+    from engine.report import describe_plan
+
+    plan, _ = _load(arguments)
+    stages = plan.ordered()
+    data = {
+        "plan": plan.name,
+        "choices": dict(plan.choices),
+        "stages": [stage.name for stage in stages],
+        "edges": [[before, after] for before, after in plan.graph().edges],
+    }
+    _emit(arguments, data, describe_plan(plan))
+    return 0
+
+
+def _show_run(arguments: argparse.Namespace) -> int:
+    from engine.journal import PlanRecord, RunFinished, StageCommit, read_journal
+    from engine.run import RunDirectory
+
+    records, _ = read_journal(RunDirectory.open(Path(arguments.plan)).journal_path)
+    plans = [record for record in records if isinstance(record, PlanRecord)]
+    commits = [record for record in records if isinstance(record, StageCommit)]
+    finished = [record for record in records if isinstance(record, RunFinished)]
+    data: dict[str, object] = {
+        "plan": plans[-1].plan if plans else None,
+        "choices": plans[-1].choices if plans else {},
+        "stages_committed": len(commits),
+        "finished": bool(finished),
+        "results": finished[-1].results if finished else {},
+    }
+    lines = [
+        f"run of plan {data['plan']}: {'finished' if finished else 'not finished, engine resume goes on'}",
+        *(f"  {record.stage}: {record.wall_s:.3f} s" for record in commits),
+    ]
+    _emit(arguments, data, "\n".join(lines))
+    return 0
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    """Run an unfinished step again from its beginning, in the same directory; a finished one is left alone."""
+    from engine.journal import PlanRecord, RunFinished, read_journal
+    from engine.run import RunDirectory
+    from engine.runtime import plan_fingerprint
+
+    run = Path(arguments.run).absolute()
+    directory = RunDirectory.open(run)
+    records, _ = read_journal(directory.journal_path)
+    plans = [record for record in records if isinstance(record, PlanRecord)]
+    if not plans:
+        raise RunDirectoryError(f"{run} was interrupted before its plan was recorded; remove it and execute again")
+    if any(isinstance(record, RunFinished) for record in records):
+        raise UsageError(f"{run} is finished; engine show {run} prints its results")
+    recipe = plans[-1].recipe
+    if Path(recipe["cwd"]).is_dir():
+        os.chdir(recipe["cwd"])  # relative paths in the settings mean what they meant
+    arguments.plan, arguments.settings, arguments.budget = recipe["plan"], recipe["set"], recipe["budget"]
+    arguments.hardware = "cpu"
+    plan, source = _load(arguments)
+    budget = merge_budget(plans[-1].budget_bytes, default_budget(run))
+    arguments.budget = ",".join(f"{tier}={nbytes}" for tier, nbytes in budget.as_dict().items())
+    _check_same(plans[-1], plan, plan_fingerprint)
+    return _run_plan(arguments, plan, source, directory.path, {}, recipe, again=True)
+
+
+def _check_same(record: Any, plan: Plan, fingerprint: Any) -> None:
+    import engine
+
+    if record.code_version != engine.CODE_VERSION:
+        raise RunDirectoryError(f"the run was made by version {record.code_version}, this is {engine.CODE_VERSION}")
+    chosen = plan
+    if plan.space is not None:
+        choices = {name: value for name, value in record.choices.items() if name in plan.space.first()}
+        chosen = plan.space.lower(choices)
+    if fingerprint(chosen) != record.fingerprint:
+        changed = [key for key in record.settings if record.settings[key] != _comparable(chosen.settings.get(key))]
+        raise RunDirectoryError(
+            f"the plan is not the one that the run was started with: {', '.join(changed) or 'its stages'} differ; "
+            "bring back what was changed, or execute in a new run directory"
+        )
+
+
+def _comparable(value: object) -> object:
+    return json.loads(json.dumps(value, default=str))
+
+
+_COMMANDS = {
+    "execute": _execute,
+    "simulate": _simulate,
+    "audit": _audit,
+    "show": _show,
+    "resume": _resume,
+}

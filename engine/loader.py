@@ -1,0 +1,180 @@
+"""From a plan file and ``--set`` to a Plan.
+
+A plan file is ordinary Python with one function that returns a `Plan` (annotated so, or named ``plan``). Its keyword
+arguments are what ``--set`` overrides; values are read by the arguments' annotations. A plan's own folder goes behind
+everything else on the import path, so that a user's ``models/`` never shadows ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError, UsageError
+from engine.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """A plan function with where it came from."""
+
+    path: Path
+    build: Callable[..., Plan]
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def plan(self, settings: Mapping[str, str]) -> Plan:
+        """Call the plan function with ``settings``, given as text.
+
+        Raises:
+            UsageError: an unknown name, or a value that its annotation does not allow.
+        """
+        arguments = self._arguments(settings)
+        try:
+            plan = self.build(**arguments)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                raise UsageError(f"{self.path}: {self.build.__name__}() can't be called: {error}") from error
+            raise
+        if not isinstance(plan, Plan):
+            raise UsageError(f"{self.path}: {self.build.__name__}() returned {type(plan).__name__}, not a Plan")
+        return plan
+
+    def _arguments(self, settings: Mapping[str, str]) -> dict[str, object]:
+        parameters = inspect.signature(self.build).parameters
+        hints = typing.get_type_hints(self.build)
+        unknown = [name for name in settings if name not in parameters]
+        if unknown:
+            raise UsageError(
+                f"--set {unknown[0]}: plan {self.name} has no such name; it knows {', '.join(parameters) or 'none'}"
+            )
+        return {name: _convert(name, text, hints.get(name, str)) for name, text in settings.items()}
+
+
+def parse_settings(items: Sequence[str]) -> dict[str, str]:
+    """Return ``NAME=VALUE`` items as a dict. Raises UsageError for an item without ``=`` or a repeated name."""
+    settings: dict[str, str] = {}
+    for item in items:
+        name, equals, text = item.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--set {item!r}: write name=value")
+        if name in settings:
+            raise UsageError(f"--set {name} is given twice: {settings[name]!r} and {text!r}")
+        settings[name] = text
+    return settings
+
+
+def find_plan(name: str) -> PlanFile:
+    """Return the plan function of a file, or of a shipped plan where no such file exists.
+
+    Raises:
+        UsageError: no such file or plan, the file can't be imported, or it has no single plan function.
+    """
+    path = Path(name)
+    if not path.is_file():
+        path = _shipped(name)
+    return PlanFile(path=path.absolute(), build=_plan_function(_import(path.absolute())))
+
+
+def _shipped(name: str) -> Path:
+    spec = importlib.util.find_spec("plans")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    for folder in folders:
+        path = Path(folder) / f"{name}.py"
+        if name.isidentifier() and path.is_file():
+            return path
+    known = sorted(
+        path.stem for folder in folders for path in Path(folder).glob("*.py") if "-> Plan" in path.read_text()
+    )
+    raise UsageError(f"no plan file {name!r} here, and no shipped plan of that name; shipped are {', '.join(known)}")
+
+
+def _import(path: Path) -> types.ModuleType:
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"plan_file_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file; a plan ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except EngineError:
+        raise
+    except Exception as error:
+        line = _line_in(path, error)
+        raise UsageError(f"plan {path} can't be imported: {type(error).__name__}: {error}{line}") from error
+    return module
+
+
+def _line_in(path: Path, error: Exception) -> str:
+    """Return `` (line N)`` for the innermost frame of ``error`` in the plan file."""
+    line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f" (line {line})" if line else ""
+
+
+def _plan_function(module: types.ModuleType) -> Callable[..., Plan]:
+    own = {
+        name: function
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+    }
+    found = [name for name, function in own.items() if _returns_plan(function)]
+    if len(found) != 1 and "plan" in own:
+        found = ["plan"]
+    if len(found) != 1:
+        have = f"it has {', '.join(found)}" if found else "it has none"
+        raise UsageError(f"{module.__file__} must have one function that returns a Plan ('-> Plan'); {have}")
+    return own[found[0]]
+
+
+def _returns_plan(function: Callable[..., Any]) -> bool:
+    annotation = inspect.signature(function).return_annotation
+    return annotation is Plan or (isinstance(annotation, str) and annotation.split(".")[-1] == "Plan")
+
+
+def _convert(name: str, text: str, hint: Any) -> object:
+    """Read ``text`` as a value of type ``hint``."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if type(None) in options and text.lower() == "none":
+            return None
+        return _convert_any(name, text, [option for option in options if option is not type(None)])
+    if origin is typing.Literal:
+        if text not in options:
+            raise UsageError(f"--set {name}={text!r}: choose one of {', '.join(map(str, options))}")
+        return text
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            raise UsageError(f"--set {name}={text!r}: write true or false")
+        return text.lower() == "true"
+    if hint in (int, float, str, Path):
+        try:
+            return hint(text)
+        except ValueError:
+            kind = "a whole number" if hint is int else "a number"
+            raise UsageError(f"--set {name}={text!r}: not {kind}") from None
+    raise UsageError(f"--set {name}: an argument of type {hint} can't be set from the command line")
+
+
+def _convert_any(name: str, text: str, hints: Sequence[Any]) -> object:
+    for hint in hints[:-1]:
+        try:
+            return _convert(name, text, hint)
+        except UsageError:
+            continue
+    return _convert(name, text, hints[-1])

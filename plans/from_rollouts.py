@@ -1,0 +1,69 @@
+"""The everyday plan: one exact GRPO step from a rollouts file.
+
+    engine simulate from_rollouts --set policy=DIR_OR_NAME --set rollouts=FILE.jsonl
+    engine execute from_rollouts --set policy=DIR_OR_NAME --set rollouts=FILE.jsonl
+
+The file has one group a line: ``prompt``, ``responses``, ``rewards`` or ``advantages``, and optionally
+``old_logprobs``, ``ref_logprobs`` and ``response_masks`` (see ``stages/rollouts.py``).
+"""
+
+from __future__ import annotations
+
+from engine import Plan
+from stages import AdamWOptions, GrpoSettings, LossConfig, find_policy, grpo_step, parse_dtype, read_rollouts
+from stages.step import DEFAULT_PAGE_TOKENS, fixed_choices
+
+
+def from_rollouts(
+    policy: str,
+    rollouts: str,
+    gradient: str = "exact",
+    loss: str = "grpo",
+    aggregation: str | None = None,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    kl: str | None = None,
+    beta: float = 0.0,
+    entropy_bonus: float = 0.0,
+    max_response_tokens: int | None = None,
+    learning_rate: float = 1e-6,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    dtype: str | None = None,
+    temperature: float = 1.0,
+    seed: int = 0,
+    groups_per_step: int | None = None,
+    append_eos: bool = False,
+    chunk_tokens: int | None = None,
+    branches_at_once: int | None = None,
+    head_rows: int | None = None,
+    page_tokens: int = DEFAULT_PAGE_TOKENS,
+) -> Plan:
+    """One step over all groups of ``rollouts``, or over the first ``groups_per_step`` of them."""
+    source = find_policy(policy)
+    tokenizer = source.tokenizer()
+    groups = read_rollouts(rollouts, tokenizer=tokenizer, vocab_size=source.config.vocab_size, append_eos=append_eos)
+    settings = GrpoSettings(
+        gradient=gradient,
+        loss=LossConfig(
+            loss=loss,
+            aggregation=aggregation,
+            epsilon=epsilon,
+            epsilon_high=epsilon_high,
+            delta=delta,
+            kl=kl,
+            beta=beta,
+            entropy_bonus=entropy_bonus,
+            max_response_tokens=max_response_tokens,
+        ),
+        optimizer=AdamWOptions(learning_rate=learning_rate, weight_decay=weight_decay, max_grad_norm=max_grad_norm),
+        dtype=parse_dtype(dtype, source.default_dtype()),
+        temperature=temperature,
+        seed=seed,
+        page_tokens=page_tokens,
+        fixed=fixed_choices(chunk_tokens=chunk_tokens, branches_at_once=branches_at_once, head_rows=head_rows),
+    )
+    return grpo_step(
+        name="from_rollouts", policy=source, groups=groups[:groups_per_step], settings=settings, tokenizer=tokenizer
+    )

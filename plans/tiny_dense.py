@@ -1,0 +1,71 @@
+"""A tiny dense model with random weights and random tokens: seconds on any machine, for tests and documentation.
+
+engine execute tiny_dense
+engine audit tiny_dense --set dtype=float64
+"""
+
+from __future__ import annotations
+
+import random
+
+from transformers import AutoConfig
+
+from engine import Plan
+from stages import AdamWOptions, GrpoSettings, LossConfig, find_policy, grpo_step, parse_dtype, parse_group
+from stages.step import DEFAULT_PAGE_TOKENS, fixed_choices
+
+VOCABULARY = 211
+
+
+def tiny_dense(
+    family: str = "llama",
+    layers: int = 3,
+    prompt_tokens: int = 600,
+    group_size: int = 4,
+    response_tokens: int = 48,
+    gradient: str = "exact",
+    loss: str = "grpo",
+    dtype: str = "float32",
+    learning_rate: float = 1e-3,
+    temperature: float = 1.0,
+    seed: int = 0,
+    chunk_tokens: int | None = None,
+    branches_at_once: int | None = None,
+    head_rows: int | None = None,
+    page_tokens: int = DEFAULT_PAGE_TOKENS,
+) -> Plan:
+    """One step of a model of ``family`` (llama, mistral, qwen2, qwen3) with hidden size 64."""
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1 << 20,
+        tie_word_embeddings=True,
+        sliding_window=None,
+    )
+    numbers = random.Random(seed)
+    record = {
+        "prompt": [numbers.randrange(VOCABULARY) for _ in range(prompt_tokens)],
+        "responses": [
+            [numbers.randrange(VOCABULARY) for _ in range(numbers.randint(1, response_tokens))]
+            for _ in range(group_size)
+        ],
+        "rewards": [numbers.random() for _ in range(group_size)],
+    }
+    settings = GrpoSettings(
+        gradient=gradient,
+        loss=LossConfig(loss=loss),
+        optimizer=AdamWOptions(learning_rate=learning_rate),
+        dtype=parse_dtype(dtype),
+        temperature=temperature,
+        seed=seed,
+        page_tokens=page_tokens,
+        fixed=fixed_choices(chunk_tokens=chunk_tokens, branches_at_once=branches_at_once, head_rows=head_rows),
+    )
+    group = parse_group(record, where="tiny_dense", tokenizer=None, vocab_size=VOCABULARY)
+    return grpo_step(name="tiny_dense", policy=find_policy(config), groups=[group], settings=settings)
