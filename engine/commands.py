@@ -184,7 +184,7 @@ def _resume(arguments: argparse.Namespace) -> int:
         raise RunDirectoryError(f"{run} was interrupted before its plan was recorded; remove it and execute again")
     if any(isinstance(record, RunFinished) for record in records):
         raise UsageError(f"{run} is finished; engine show {run} prints its results")
-    recipe = plans[-1].recipe
+    recipe: dict[str, Any] = plans[-1].recipe
     if Path(recipe["cwd"]).is_dir():
         os.chdir(recipe["cwd"])  # relative paths in the settings mean what they meant
     arguments.plan, arguments.settings, arguments.budget = recipe["plan"], recipe["set"], recipe["budget"]

@@ -213,9 +213,9 @@ class Plan:
         self.stages[stage.name] = stage
         return stage
 
-    def graph(self) -> nx.DiGraph:
+    def graph(self) -> nx.DiGraph[str]:
         """Return the stages as a networkx graph; an edge means "must run before", ``values`` on it says why."""
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from(self.stages)
         for source, target, value in self._dependencies():
             if graph.has_edge(source, target):

@@ -56,11 +56,15 @@ def _as_numpy(tensor: torch.Tensor) -> Any:
 class TorchMachine:
     """Device, host and disk of one worker in this process.
 
-    ``directory`` is the run directory's place for results; ``store`` holds the disk tier.
+    ``directory`` is the run directory's place for results; ``store`` holds the disk tier. ``device`` is torch's;
+    on ``meta`` stages run without data, to be measured.
     """
 
-    def __init__(self, plan: Plan, *, meter: LiveBytes, store: Store | None, directory: Path | None) -> None:
+    def __init__(
+        self, plan: Plan, *, meter: LiveBytes, store: Store | None, directory: Path | None, device: str = "cpu"
+    ) -> None:
         self.plan, self.meter, self.store, self.directory = plan, meter, store, directory
+        self.device = torch.device(device)
         self.held: dict[str, Held] = {}
         self.results: dict[str, Any] = {}
         self.provided_disk_bytes = 0
@@ -127,7 +131,7 @@ class TorchMachine:
         if tier is Tier.HOST:
             with self.meter.on_host():
                 return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
-        return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
+        return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=self.device)
 
     def disk_checksums(self, name: str) -> dict[str, int]:
         """Return the checksums of a Value's chunks on disk; empty where it is not there."""
@@ -194,6 +198,11 @@ class StageContext:
         self._buffers: dict[int, torch.Tensor] = {}
 
     @property
+    def device(self) -> torch.device:
+        """Torch's device that the stage runs on."""
+        return self._machine.device
+
+    @property
     def results(self) -> dict[str, Any]:
         """Plain data that the run reports (loss, metrics, ...)."""
         return self._machine.results
@@ -225,7 +234,7 @@ class StageContext:
 
     def index(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         """Return whole numbers as an int64 tensor on the device, counted there."""
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
         self._machine.meter.adopt([tensor])
         return tensor
 
@@ -237,7 +246,8 @@ class StageContext:
     def _buffer(self, name: str, spec: TensorSpec) -> torch.Tensor:
         index = self._stream_of[name]
         if index not in self._buffers:
-            self._buffers[index] = torch.empty(self.stage.streams[index].buffer_bytes, dtype=torch.uint8)
+            nbytes = self.stage.streams[index].buffer_bytes
+            self._buffers[index] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self._buffers[index][: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.shape[1:])
 
     def piece(self, name: str, index: int) -> torch.Tensor:

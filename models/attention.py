@@ -96,10 +96,10 @@ class _PagedAttention(torch.autograd.Function):
             out.add_(page_out)
             lse = merged
             del page, page_out, page_lse, merged  # or they would stand beside the next page's
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        result: torch.Tensor = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, lse)
         ctx.prefix, ctx.layer, ctx.scale = prefix, layer, scale
-        return out
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

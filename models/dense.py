@@ -107,7 +107,8 @@ class DenseModel:
     @torch.no_grad()
     def positions(self, hidden_BSC: torch.Tensor, first: int) -> Positions:
         """Return the rotary cosines and sines of positions ``first`` to ``first + S``, ``[1, S, D]`` each."""
-        ids = torch.arange(first, first + hidden_BSC.shape[1], dtype=torch.int64)[None]
+        stop = first + hidden_BSC.shape[1]
+        ids = torch.arange(first, stop, dtype=torch.int64, device=hidden_BSC.device)[None]
         return cast(Positions, self.body.rotary_emb(hidden_BSC, position_ids=ids))
 
     def _layer(self, layer: int, hidden_BSC: torch.Tensor, positions: Positions, probe: _Probe) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from models.float64 import accumulation_dtype
 
 def _logits(head: nn.Linear, hidden_RC: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return ``[R, V]`` logits at ``temperature``, in float32 or the compute dtype where that is wider."""
-    logits_RV = head(hidden_RC).to(accumulation_dtype(hidden_RC.dtype))
+    logits_RV: torch.Tensor = head(hidden_RC).to(accumulation_dtype(hidden_RC.dtype))
     return logits_RV if temperature == 1.0 else logits_RV.div_(temperature)
 
 
@@ -37,7 +37,7 @@ def score_rows(
     ``hidden_RC`` are the rows after the final norm; ``targets_R`` is int64.
     """
     wide = accumulation_dtype(hidden_RC.dtype)
-    logps_R = torch.empty(hidden_RC.shape[0], dtype=wide)
+    logps_R = torch.empty(hidden_RC.shape[0], dtype=wide, device=hidden_RC.device)
     entropies_R = torch.empty_like(logps_R)
     for start in range(0, hidden_RC.shape[0], block_rows):
         rows = slice(start, start + block_rows)

@@ -97,7 +97,7 @@ class PolicySource:
             torch.manual_seed(seed)
             hf = self._from_config(dtype) if self.location is None else self._from_checkpoint(dtype)
         check_structure(hf)
-        return hf.eval()
+        return cast(PreTrainedModel, hf.eval())
 
     def _from_config(self, dtype: torch.dtype) -> PreTrainedModel:
         try:
@@ -107,9 +107,10 @@ class PolicySource:
         return cast(PreTrainedModel, hf)
 
     def _from_checkpoint(self, dtype: torch.dtype) -> PreTrainedModel:
+        location = cast(str, self.location)
         try:
             hf = AutoModelForCausalLM.from_pretrained(
-                self.location, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True
+                location, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True
             )
         except (OSError, ValueError) as error:
             raise UsageError(f"policy {self.name!r} can't be loaded: {error}") from error
@@ -143,7 +144,7 @@ def find_policy(policy: str | Path | PreTrainedConfig) -> PolicySource:
 def _read_config_file(path: Path) -> PreTrainedConfig:
     try:
         data = json.loads(path.read_text())
-        return cast(PreTrainedConfig, AutoConfig.for_model(**data))
+        return AutoConfig.for_model(**data)
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"policy {str(path)!r} is not a model configuration: {_first_line(error)}") from error
 

@@ -104,27 +104,39 @@ def check_structure(hf: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def check_walk(model: DenseModel) -> None:
-    """Compare the block walk's logits of the last of a few tokens with the model's own forward under stock attention.
+    """Compare the block walk with the model's own forward under stock attention, on a few tokens.
 
     Raises:
-        UnsupportedModelError: they differ by more than rounding.
+        UnsupportedModelError: their logits differ by more than rounding.
     """
     hf = cast(Any, model.hf)
-    count = min(_CHECK_TOKENS, hf.config.vocab_size)
-    ids_BS = torch.arange(count)[None]
     our_attention = hf.config._attn_implementation
-    with lifted_casts(model.dtype):
-        hidden = forward_chunk(model, ids_BS, first_position=0, prefix=EmptyPrefix(), keep_state=None, want_hidden=True)
-        ours = hf.lm_head(hf.model.norm(hidden[:, -1:]))
-        hf.config._attn_implementation = "sdpa"
-        try:
-            theirs = hf(ids_BS, use_cache=False, logits_to_keep=1).logits
-        finally:
-            hf.config._attn_implementation = our_attention
-    error = ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)).item()
+    ours = walk_logits(model)
+    hf.config._attn_implementation = "sdpa"
+    try:
+        with lifted_casts(model.dtype):
+            theirs = hf(_check_ids(model), use_cache=False, logits_to_keep=1).logits
+    finally:
+        hf.config._attn_implementation = our_attention
+    error = ((ours - theirs).abs_().max() / theirs.abs().max().clamp_min(torch.finfo(theirs.dtype).tiny)).item()
     if not error <= _CHECK_TOLERANCE[model.dtype]:
         raise UnsupportedModelError(
             f"{type(model.hf).__name__} is refused: evaluated block by block its logits differ from its own forward by "
             f"{error:.1e} of the largest, so it does something between its layers that this adapter does not know; "
             f"tested types are {', '.join(TESTED_MODEL_TYPES)}"
         )
+
+
+@torch.no_grad()
+def walk_logits(model: DenseModel) -> torch.Tensor:
+    """Return the last of a few tokens' logits ``[1, 1, V]``, evaluated block by block."""
+    with lifted_casts(model.dtype):
+        hidden = forward_chunk(
+            model, _check_ids(model), first_position=0, prefix=EmptyPrefix(), keep_state=None, want_hidden=True
+        )
+        logits: torch.Tensor = model.head(model.body.norm(cast(torch.Tensor, hidden)[:, -1:]))
+        return logits
+
+
+def _check_ids(model: DenseModel) -> torch.Tensor:
+    return torch.arange(min(_CHECK_TOKENS, model.head.out_features), device=model.head.weight.device)[None]

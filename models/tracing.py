@@ -1,9 +1,10 @@
 """A model that measures itself: phases run once on tensors without data, then are replayed from memory.
 
 The workspace of a stage is found by running the stage's real code on torch's meta device (sizes without data, any
-model) under `engine.memory.LiveBytes`. A decoder's layers are alike, so each phase is run there once per signature; after that it is replayed: outputs of the same sizes are allocated, the peak is raised by what the phase
-needed, and nothing is computed. Runs of equally long prefix pages are shortened to two, since a page's temporaries
-are gone before the next but one begins.
+model) under `engine.memory.LiveBytes`. A decoder's layers are alike, so each phase is run there once per signature;
+after that it is replayed: outputs of the same sizes are allocated, the peak is raised by what the phase needed, and
+nothing is computed. One page stands for the whole prefix: a page's temporaries are gone before the next page's begin,
+and only the backward's depend on the page's length, so the longest page decides.
 
 Invariant: for the same arguments a replayed phase leaves the same bytes live and reaches the same peak as the real
 one. A test holds stages traced this way against stages measured on real tensors.
@@ -13,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,23 +22,19 @@ from engine.memory import DEVICE, LiveBytes
 from models.attention import Prefix
 from models.dense import DenseModel, Positions
 
-_LIKE_PAGES_KEPT = 2
 
-
-def representative_pages(token_counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the indices of pages that stand for all: at most two of each run of equal lengths."""
-    indices: list[int] = []
-    for _, run in groupby(range(len(token_counts)), key=lambda index: token_counts[index]):
-        indices += list(run)[:_LIKE_PAGES_KEPT]
-    return tuple(indices)
+def longest_page(token_counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the page that stands for all of a prefix: its longest; none for an empty prefix."""
+    return (max(range(len(token_counts)), key=token_counts.__getitem__),) if token_counts else ()
 
 
 class _Representative:
-    """A prefix of the pages that `representative_pages` names."""
+    """A prefix of the page that `longest_page` names. ``by_length``: whether its length matters for memory."""
 
-    def __init__(self, prefix: Prefix) -> None:
+    def __init__(self, prefix: Prefix, *, by_length: bool) -> None:
         self._prefix = prefix
-        self._indices = representative_pages(prefix.token_counts)
+        self._indices = longest_page(prefix.token_counts)
+        self.signature = self.token_counts if by_length else bool(self._indices)
 
     @property
     def token_counts(self) -> tuple[int, ...]:
@@ -66,7 +62,7 @@ def _signature(argument: object) -> object:
     if isinstance(argument, tuple):
         return tuple(_signature(item) for item in argument)
     if isinstance(argument, _Representative):
-        return argument.token_counts
+        return argument.signature
     return argument
 
 
@@ -92,7 +88,7 @@ class TracedModel:
         if known is None:
             return self._observe(key, run, arguments, options)
         self.meter.bump(known.peak_bytes)
-        outputs = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in known.outputs)
+        outputs = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in known.outputs)
         return outputs[0] if known.single else (outputs or None)
 
     def _observe(self, key: object, run: Callable[..., Any], arguments: Any, options: Any) -> Any:
@@ -112,10 +108,13 @@ class TracedModel:
     # Phases: see `DenseModel`
 
     def embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        return self._phase("embed", self.model.embed, ids_BS)
+        return cast(torch.Tensor, self._phase("embed", self.model.embed, ids_BS))
 
     def positions(self, hidden_BSC: torch.Tensor, first: int) -> Positions:
-        return self._phase("positions", lambda hidden: self.model.positions(hidden, first), hidden_BSC)
+        def run(hidden: torch.Tensor) -> Any:
+            return self.model.positions(hidden, first)
+
+        return cast(Positions, self._phase("positions", run, hidden_BSC))
 
     def block_forward(
         self, layer: int, hidden_BSC: torch.Tensor, positions: Positions, prefix: Prefix
@@ -123,7 +122,8 @@ class TracedModel:
         def run(hidden: torch.Tensor, positions: Positions, prefix: Prefix) -> Any:
             return self.model.block_forward(layer, hidden, positions, prefix)
 
-        return self._phase("block_forward", run, hidden_BSC, positions, _Representative(prefix))
+        result = self._phase("block_forward", run, hidden_BSC, positions, _Representative(prefix, by_length=False))
+        return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], result)
 
     def block_state(
         self, layer: int, hidden_BSC: torch.Tensor, positions: Positions
@@ -131,7 +131,7 @@ class TracedModel:
         def run(hidden: torch.Tensor, positions: Positions) -> Any:
             return self.model.block_state(layer, hidden, positions)
 
-        return self._phase("block_state", run, hidden_BSC, positions)
+        return cast(tuple[torch.Tensor, torch.Tensor], self._phase("block_state", run, hidden_BSC, positions))
 
     def block_backward(
         self,
@@ -145,14 +145,15 @@ class TracedModel:
         def run(hidden: torch.Tensor, positions: Positions, prefix: Prefix, d_out: Any, d_state: Any) -> Any:
             return self.model.block_backward(layer, hidden, positions, prefix, d_out, d_state)
 
-        return self._phase("block_backward", run, hidden_BSC, positions, _Representative(prefix), d_out_BSC, d_state)
+        page = _Representative(prefix, by_length=True)
+        return cast(torch.Tensor, self._phase("block_backward", run, hidden_BSC, positions, page, d_out_BSC, d_state))
 
     def head_score(
         self, hidden_RC: torch.Tensor, targets_R: torch.Tensor, *, temperature: float, block_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._phase(
-            "head_score", self.model.head_score, hidden_RC, targets_R, temperature=temperature, block_rows=block_rows
-        )
+        score = self.model.head_score
+        result = self._phase("head_score", score, hidden_RC, targets_R, temperature=temperature, block_rows=block_rows)
+        return cast(tuple[torch.Tensor, torch.Tensor], result)
 
     def head_backward(
         self,
@@ -164,7 +165,7 @@ class TracedModel:
         temperature: float,
         block_rows: int,
     ) -> torch.Tensor:
-        return self._phase(
+        result = self._phase(
             "head_backward",
             self.model.head_backward,
             hidden_RC,
@@ -174,6 +175,7 @@ class TracedModel:
             temperature=temperature,
             block_rows=block_rows,
         )
+        return cast(torch.Tensor, result)
 
     def embed_backward(self, ids_BS: torch.Tensor, d_hidden_BSC: torch.Tensor) -> None:
         self._phase("embed_backward", self.model.embed_backward, ids_BS, d_hidden_BSC)

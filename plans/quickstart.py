@@ -13,11 +13,12 @@ from functools import partial
 
 from engine import Plan
 from engine.units import MIB, format_bytes
+from models.policy import PolicySource
 from plans.quickstart_data import quickstart_group
 from plans.smollm2 import checkpoint_directory
-from stages import AdamWOptions, GrpoSettings, LossConfig, find_policy, grpo_step, parse_dtype, parse_group
+from stages import AdamWOptions, Group, GrpoSettings, LossConfig, find_policy, grpo_step, parse_dtype, parse_group
 from stages.dense import dense_peak_bytes
-from stages.step import DEFAULT_PAGE_TOKENS, GrpoSpace, fixed_choices
+from stages.step import DEFAULT_PAGE_TOKENS, fixed_choices
 
 DEVICE_BUDGET_BYTES = 1280 * MIB
 # Weights and gradients take 1,026 MiB, the head's share of the tied embedding's gradient 108 MiB; what is left is for
@@ -62,12 +63,14 @@ def quickstart(
     if policy is None:
         plan.budget = {"device": DEVICE_BUDGET_BYTES}
     if compare_dense:
-        plan.hooks["compare"] = partial(_compare, plan.space)
+        plan.hooks["compare"] = partial(_compare, source, (group,), settings)
     return plan
 
 
-def _compare(space: GrpoSpace, outcome: object) -> dict[str, object]:
-    nbytes = dense_peak_bytes(space.policy, space.groups, space.settings)
+def _compare(
+    policy: PolicySource, groups: tuple[Group, ...], settings: GrpoSettings, outcome: object
+) -> dict[str, object]:
+    nbytes = dense_peak_bytes(policy, groups, settings)
     return {
         "dense_peak_bytes": nbytes,
         "lines": [

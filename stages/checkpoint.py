@@ -22,9 +22,6 @@ from engine.worker import StageContext
 from models.policy import PolicySource
 from stages import names
 
-CHECK_TOKENS_BYTES = 2**16
-# Activations of the short forward that checks the block walk: a dozen tokens of a layer, rounded up per hidden unit.
-
 _HEADER_BYTES_A_TENSOR = 110
 _FIXED_BYTES = 2048
 # What safetensors and the small JSON files take beside the weights.

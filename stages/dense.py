@@ -126,4 +126,4 @@ def dense_peak_bytes(policy: PolicySource, groups: Sequence[Group], settings: Gr
         with lifted_casts(settings.dtype):
             outputs = scores(hf, longest, settings.temperature)
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        return meter.peak[DEVICE]
+        return int(meter.peak[DEVICE])

@@ -1,7 +1,7 @@
 """Workspace of a stage, by running its real code on tensors without data.
 
-Every Value of the stage is created on torch's meta device, the weights are a `models.tracing.TracedModel`, and the stage's
-own function runs under the byte counter. What it reaches above its entry is its workspace. Chunks of the same shape
+Every Value of the stage is created on torch's meta device, the weights are a `models.tracing.TracedModel`, and the
+stage's own function runs under the byte counter. What it reaches above its entry is its workspace. Chunks of one shape
 have the same workspace, so results are remembered by the shape that the caller names.
 """
 
@@ -16,8 +16,14 @@ from engine.memory import DEVICE, LiveBytes
 from engine.plan import Plan, Stage, TensorSpec
 from engine.worker import TorchMachine, dtype_name
 from models.policy import PolicySource
+from models.support import walk_logits
 from models.tracing import TracedModel
 from stages import names
+
+_CHECK_FORWARDS = 4
+# The check after loading runs the block walk and the model's own forward on a few tokens, and compares two rows of
+# logits. The own forward can't be traced without data; with its mask and its cache-free layers it stays below this
+# many times the walk.
 
 
 class Estimator:
@@ -28,7 +34,10 @@ class Estimator:
     """
 
     def __init__(self, policy: PolicySource, dtype: torch.dtype) -> None:
-        self._model = TracedModel(policy.sizes_only(dtype))
+        self._drawn = policy.location is None
+        with LiveBytes() as meter:
+            self._model = TracedModel(policy.sizes_only(dtype))
+        self._building_bytes = meter.peak[DEVICE] - meter.live[DEVICE]
         self._known: dict[Hashable, int] = {}
 
     def parameters(self) -> dict[str, TensorSpec]:
@@ -39,6 +48,19 @@ class Estimator:
         """Return the sizes of what the model keeps beside its parameters."""
         return {name: _spec(tensor) for name, tensor in self._model.hf.named_buffers()}
 
+    def load_workspace_bytes(self) -> int:
+        """Return the device bytes that loading needs beyond the weights: building or converting, then the check."""
+        largest = max(spec.nbytes for spec in self.parameters().values())
+        with LiveBytes() as meter:
+            meter.adopt(self._tensors())
+            entry = meter.live[DEVICE]
+            walk_logits(self._model.model)
+        check = _CHECK_FORWARDS * (int(meter.peak[DEVICE]) - entry)
+        return max(int(self._building_bytes) if self._drawn else largest, check)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._model.hf.parameters(), *self._model.hf.buffers()]
+
     def workspace_bytes(self, shape: Hashable, stage: Stage, plan: Plan) -> int:
         """Return the device bytes that ``stage`` needs beyond its Values and buffers."""
         if shape not in self._known:
@@ -47,16 +69,16 @@ class Estimator:
 
     def _trace(self, stage: Stage, plan: Plan) -> int:
         meter = self._model.meter = LiveBytes()
-        machine = TorchMachine(plan, meter=meter, store=None, directory=None)
-        with torch.device("meta"), meter:
+        machine = TorchMachine(plan, meter=meter, store=None, directory=None, device="meta")
+        with meter:
             for name in dict.fromkeys(stage.uses()):
                 machine.create(plan.values[name], Tier.DEVICE)
             machine.held[names.WEIGHTS].item = self._model
-            meter.adopt([*self._model.hf.parameters(), *self._model.hf.buffers()])  # or their views would count as new
+            meter.adopt(self._tensors())  # or their views would count as new
             entry = meter.live[DEVICE]
             meter.restart_peak()
             machine.run(stage)
-            return meter.peak[DEVICE] - entry
+            return int(meter.peak[DEVICE]) - entry
 
 
 def _spec(tensor: torch.Tensor) -> TensorSpec:

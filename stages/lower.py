@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from engine.budget import Tier
 from engine.plan import Cost, Plan, Stage, Stream, Value, digest
 from models.geometry import Geometry, StateLayout
-from models.tracing import representative_pages
 from stages import names
 from stages.compute import ChunkWork, HeadOptions
 from stages.estimate import Estimator
@@ -91,7 +90,7 @@ class Lowering:
         return ChunkWork(name=name, chunk=chunk, visible=(*path, *before), own=own, layout=self.layout, head=self.head)
 
     def _forward_chunk(self, work: ChunkWork) -> None:
-        writes = ()
+        writes: tuple[str, ...] = ()
         if work.scored:
             self.works.append(work)
             writes = (names.scores(work.name),)
@@ -143,12 +142,12 @@ class Lowering:
         )
 
     def _add(self, stage: Stage, work: ChunkWork) -> None:
-        counts = [tokens for _, tokens in work.visible]
+        longest = max((tokens for _, tokens in work.visible), default=0)
         shape = (
             stage.kind,
             len(work.chunk.nodes),
             work.chunk.tokens,
-            tuple(counts[index] for index in representative_pages(counts)),
+            longest if stage.kind in ("replay", "sweep") else bool(longest),
             len(work.own),
             len(work.scored),
             self.head,

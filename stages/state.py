@@ -100,7 +100,7 @@ def read_cotangent(
     """Return the cotangents of keys and values of tokens ``start`` to ``stop``, ``[1, K, S, D]``, compute dtype."""
     shape = (1, layout.heads, stop - start, layout.head_dim)
     dtype = getattr(torch, layout.dtype)
-    d_key, d_value = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    d_key, d_value = (torch.empty(shape, dtype=dtype, device=context.device) for _ in range(2))
     for column in columns:
         part = column.overlap(start, stop)
         if part is None or column.cotangent is None:

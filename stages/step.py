@@ -53,7 +53,7 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch
 class GrpoSettings:
     """All that decides the result of a step, besides policy and rollouts."""
 
-    gradient: Gradient = "exact"
+    gradient: str = "exact"
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: AdamWOptions = field(default_factory=AdamWOptions)
     dtype: torch.dtype = torch.float32
@@ -66,10 +66,10 @@ class GrpoSettings:
     def __post_init__(self) -> None:
         if self.gradient not in ("exact", "stop-prompt"):
             raise UsageError(f"gradient={self.gradient!r} is not known; choose exact or stop-prompt")
-        if not (isinstance(self.temperature, int | float) and 0 < self.temperature < float("inf")):
+        if not 0 < self.temperature < float("inf"):
             raise UsageError(f"temperature={self.temperature!r} must be a positive number")
         for name, value in {**self.fixed, "page_tokens": self.page_tokens}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if value < 1:
                 raise UsageError(f"{name}={value!r} must be a whole number of at least 1")
 
 
@@ -126,6 +126,10 @@ class GrpoSpace:
     @cached_property
     def estimator(self) -> Estimator:
         return Estimator(self.policy, self.settings.dtype)
+
+    @cached_property
+    def load_workspace_bytes(self) -> int:
+        return self.estimator.load_workspace_bytes()
 
     @cached_property
     def trees(self) -> list[Node]:
@@ -264,8 +268,6 @@ class _StepBuilder:
 
     def _add_load(self) -> None:
         policy, dtype, seed = self.policy, self.settings.dtype, self.settings.seed
-        largest = max(_elements(spec) for spec in self.parameters.values())
-        check = self.sizes.vocab * 64 + self.sizes.hidden * checkpoint.CHECK_TOKENS_BYTES // 64
         self.plan.add(
             Stage(
                 name="load",
@@ -273,7 +275,7 @@ class _StepBuilder:
                 run=lambda context: checkpoint.load(context, policy, dtype, seed),
                 config={"policy": policy.fingerprint, "dtype": dtype_name(dtype), "seed": seed},
                 writes=(names.WEIGHTS,),
-                workspace_bytes=check + (0 if policy.location is None else largest * self.wide.itemsize),
+                workspace_bytes=self.space.load_workspace_bytes,
                 cost=Cost(moved_bytes=float(self.plan.values[names.WEIGHTS].nbytes) * 3),
             )
         )
@@ -405,7 +407,7 @@ class LossStage:
         ]
         with LiveBytes() as meter:
             self._evaluate(shapes, [{key: tensor.clone() for key, tensor in item.items()} for item in shapes])
-        return meter.peak[DEVICE]
+        return int(meter.peak[DEVICE])
 
 
 def _elements(spec: TensorSpec) -> int:

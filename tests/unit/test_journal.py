@@ -66,7 +66,13 @@ records: st.SearchStrategy[Record] = st.one_of(
 
 EXAMPLE: list[Record] = [
     PlanRecord(
-        plan="p", fingerprint="f", settings={"a": 1}, choices={}, budget_bytes={"device": 2**33}, code_version="1"
+        plan="p",
+        fingerprint="f",
+        settings={"a": 1},
+        choices={},
+        budget_bytes={"device": 9},
+        code_version="1",
+        recipe={},
     ),
     StageIntent(stage="prefill/0", key="k"),
     StageCommit(stage="prefill/0", key="k", checksums={"x/c/0": 7}, measured_peak_bytes={"device": 5}, wall_s=0.5),

@@ -1,0 +1,562 @@
+"""Schedules of random plans: what the scheduler promises, checked by accounting that shares no code with it.
+
+Three parties look at one random plan. The scheduler makes an instruction list; `replay` here counts it by brute force
+(no `Ledger`); the simulated and the real machine carry it out. All must agree to the byte, and the real one must
+compute the same bits wherever its Values live.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from engine.budget import UNLIMITED_BYTES, Budget, Tier, unlimited
+from engine.driver import Machine, drive
+from engine.errors import DoesNotFitError
+from engine.hardware import PROFILES
+from engine.plan import ALL_TIERS, Plan, Stage, Stream, TensorSpec, Value, ValueKind
+from engine.schedule import Create, Drop, Move, Run, Schedule, device_floor, make_schedule, staging_need
+from engine.simulated import SimulatedMachine
+
+if TYPE_CHECKING:
+    from engine.memory import LiveBytes
+    from engine.worker import StageContext, TorchMachine
+
+DTYPES = ("float32", "float64", "bfloat16")
+TIERS = (ALL_TIERS, ALL_TIERS, ALL_TIERS, (Tier.DEVICE,), (Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.DISK))
+TIERS_OF_STREAMS = (*TIERS, (Tier.HOST, Tier.DISK))
+# What is never on the device can only be streamed.
+SCRATCH_BYTES = 64
+# A stage's workspace holds at least this: the largest part of a piece below is 4 x 4 float32 or 2 x 4 float64.
+
+
+# Random plans
+
+
+@dataclass
+class Story:
+    """How far a Value has come in program order."""
+
+    value: Value
+    paged: bool
+    born: bool = False
+    closed: bool = False  # an accumulator that has been read
+
+
+def random_value(rng: random.Random, name: str) -> Story:
+    paged = rng.random() < 0.5
+    dtype = rng.choice(DTYPES)
+    if paged:
+        rows, columns = (rng.randint(1, 4), rng.randint(1, 4)) if dtype != "float64" else (rng.randint(1, 2), 4)
+        tensors = {"pages": TensorSpec(shape=(rng.randint(1, 4), rng.randint(1, 2), rows, columns), dtype=dtype)}
+    else:
+        tensors = {
+            f"t{i}": TensorSpec(shape=tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 3))), dtype=dtype)
+            for i in range(rng.randint(1, 3))
+        }
+    value = Value(
+        name=name,
+        tensors=tensors,
+        kind=rng.choice(list(ValueKind)),
+        tiers=rng.choice(TIERS_OF_STREAMS if paged else TIERS),
+        keep=rng.random() < 0.15,
+    )
+    return Story(value, paged)
+
+
+def change_or_read(rng: random.Random, story: Story) -> bool:
+    """Say whether the next stage that meets this Value changes it, and note that it did."""
+    kind = story.value.kind
+    changes = not story.born
+    if story.born and kind is ValueKind.ORDERED:
+        changes = rng.random() < 0.5
+    elif story.born and kind is ValueKind.ACCUMULATOR and not story.closed:
+        changes = rng.random() < 0.7
+        story.closed = not changes
+    story.born = True
+    return changes
+
+
+def random_streams(rng: random.Random, names: list[str], plan: Plan, *, updates: bool) -> list[Stream]:
+    groups = [names] if rng.random() < 0.5 else [names[: len(names) // 2], names[len(names) // 2 :]]
+    return [
+        Stream(
+            values=tuple(group),
+            buffer_bytes=max(plan.values[n].tensors["pages"].piece_bytes for n in group) + rng.choice((0, 0, 8, 40)),
+            updates=updates,
+        )
+        for group in groups
+        if group
+    ]
+
+
+def random_stage(rng: random.Random, plan: Plan, stories: list[Story], name: str) -> Stage:
+    reads, writes, updates, streamed_in, streamed_out = [], [], [], [], []
+    for story in rng.sample(stories, min(len(stories), rng.randint(1, 4))):
+        value, was_born = story.value, story.born
+        streams = story.paged and (Tier.DEVICE not in value.tiers or rng.random() < 0.7)
+        changes = change_or_read(rng, story)
+        if streams:
+            (streamed_out if changes else streamed_in).append(value.name)
+        elif not changes:
+            reads.append(value.name)
+        else:
+            (updates if was_born else writes).append(value.name)
+    return Stage(
+        name=name,
+        kind="work",
+        run=touch,
+        config={"number": name},
+        reads=tuple(reads),
+        writes=tuple(writes),
+        updates=tuple(updates),
+        streams=(
+            *random_streams(rng, streamed_in, plan, updates=False),
+            *random_streams(rng, streamed_out, plan, updates=True),
+        ),
+        workspace_bytes=SCRATCH_BYTES + 8 * rng.randint(0, 30),
+    )
+
+
+def swapped(rng: random.Random, stages: list[Stage], plan: Plan) -> list[Stage]:
+    """Insert stages in another order than that of the data, where only immutable Values tie them."""
+    result = list(stages)
+    for index in [rng.randrange(len(stages) - 1) for _ in range(rng.choice((0, 0, 5)))]:
+        first, second = result[index : index + 2]
+        shared = set(first.uses()) & set(second.uses())
+        if all(plan.values[name].kind is ValueKind.IMMUTABLE for name in shared):
+            result[index : index + 2] = [second, first]
+    return result
+
+
+@st.composite
+def random_plans(draw: st.DrawFn, most_stages: int = 25) -> Plan:
+    rng = draw(st.randoms(use_true_random=False))
+    plan = Plan(name="random")
+    stories = [random_value(rng, f"v{index}") for index in range(draw(st.integers(1, 9)))]
+    for story in stories:
+        plan.value(story.value)
+    stages = [random_stage(rng, plan, stories, f"s{index}") for index in range(draw(st.integers(3, most_stages)))]
+    for stage in swapped(rng, stages, plan):
+        plan.add(stage)
+    return plan
+
+
+def total_bytes(plan: Plan) -> int:
+    return sum(value.nbytes for value in plan.values.values())
+
+
+@st.composite
+def budgets(draw: st.DrawFn, plan: Plan) -> Budget:
+    """Budgets from hopeless to generous, with the interesting figures likely."""
+    floor, total, staging = device_floor(plan)[0], total_bytes(plan), staging_need(plan)
+    lower = st.one_of(st.just(0), st.just(staging), st.integers(0, total + staging), st.just(UNLIMITED_BYTES))
+    device = st.one_of(st.just(floor), st.integers(floor, floor + total), st.just(UNLIMITED_BYTES))
+    return Budget(device_bytes=draw(device), host_bytes=draw(lower), disk_bytes=draw(lower))
+
+
+def scheduled(plan: Plan, budget: Budget) -> Schedule | None:
+    try:
+        return make_schedule(plan, budget)
+    except DoesNotFitError:
+        return None
+
+
+# The independent accounting
+
+
+class Replay:
+    """Follows a schedule with a dict of places and adds up everything anew at each instruction."""
+
+    def __init__(self, plan: Plan, schedule: Schedule) -> None:
+        self.plan, self.schedule = plan, schedule
+        self.where: dict[str, Tier] = {}
+        self.ended: set[str] = set()
+        self.ran: list[str] = []
+        self.peak = dict.fromkeys(Tier, 0)
+        self.during: dict[str, int] = {}
+        self._count()
+        for instruction in schedule.instructions:
+            self._follow(instruction)
+
+    def _count(self, extra: dict[Tier, int] | None = None) -> dict[Tier, int]:
+        live = {
+            tier: sum(self.plan.values[name].nbytes for name, place in self.where.items() if place is tier)
+            + (self.schedule.staging_bytes if tier is Tier.HOST else 0)
+            + (extra or {}).get(tier, 0)
+            for tier in Tier
+        }
+        self.peak = {tier: max(self.peak[tier], live[tier]) for tier in Tier}
+        return live
+
+    def _follow(self, instruction: Create | Move | Run | Drop) -> None:
+        match instruction:
+            case Create(value=name, tier=tier):
+                assert name not in self.where, f"{name} is created twice"
+                assert name not in self.ended, f"{name} is created again after it was dropped"
+                self._settle(name, tier)
+                self._count()
+            case Move(value=name, source=source, target=target):
+                assert self.where[name] is source
+                assert source is not target
+                self._count({target: self.plan.values[name].nbytes})
+                self._settle(name, target)
+            case Drop(value=name, tier=tier):
+                assert self.where.pop(name) is tier
+                self.ended.add(name)
+            case Run(stage=name):
+                self._run(self.plan.stages[name], instruction)
+
+    def _settle(self, name: str, tier: Tier) -> None:
+        assert tier in self.plan.values[name].tiers, f"{name} may not live on {tier}"
+        self.where[name] = tier
+
+    def _run(self, stage: Stage, instruction: Run) -> None:
+        for name in stage.resident():
+            assert self.where[name] is Tier.DEVICE, f"{stage.name} does not find {name} on the device"
+        buffers = sum(
+            stream.buffer_bytes
+            for stream in stage.streams
+            if any(self.where[name] is not Tier.DEVICE for name in stream.values)
+        )
+        assert (instruction.workspace_bytes, instruction.buffer_bytes) == (stage.workspace_bytes, buffers)
+        self.during[stage.name] = self._count({Tier.DEVICE: buffers + stage.workspace_bytes})[Tier.DEVICE]
+        self.ran.append(stage.name)
+
+
+def replay(plan: Plan, schedule: Schedule) -> Replay:
+    return Replay(plan, schedule)
+
+
+def exceeds(peak: dict[Tier, int], budget: Budget) -> list[Tier]:
+    return [tier for tier in Tier if peak[tier] > budget[tier]]
+
+
+# What every schedule does
+
+
+@given(data=st.data(), plan=random_plans())
+@settings(max_examples=150)
+def test_no_schedule_ever_has_more_bytes_on_a_tier_than_its_budget(data: st.DataObject, plan: Plan) -> None:
+    budget = data.draw(budgets(plan))
+    schedule = scheduled(plan, budget)
+    assume(schedule is not None)
+    assert schedule is not None
+    assert exceeds(replay(plan, schedule).peak, budget) == []
+
+
+@given(data=st.data(), plan=random_plans())
+@settings(max_examples=100)
+def test_every_value_is_created_before_its_stages_and_dropped_exactly_once_unless_it_is_kept(
+    data: st.DataObject, plan: Plan
+) -> None:
+    schedule = scheduled(plan, data.draw(budgets(plan)))
+    assume(schedule is not None)
+    assert schedule is not None
+    seen = replay(plan, schedule)
+    used = {name for stage in plan.stages.values() for name in stage.uses()}
+    drops = [item.value for item in schedule.instructions if isinstance(item, Drop)]
+    assert sorted(drops) == sorted(name for name in used if not plan.values[name].keep)
+    assert set(seen.where) == {name for name in used if plan.values[name].keep}
+    assert seen.ran == [stage.name for stage in plan.ordered()]
+
+
+@given(data=st.data(), plan=random_plans())
+@settings(max_examples=100)
+def test_the_simulator_reaches_the_peaks_that_the_schedule_states_and_brute_force_counts(
+    data: st.DataObject, plan: Plan
+) -> None:
+    budget = data.draw(budgets(plan))
+    schedule = scheduled(plan, budget)
+    assume(schedule is not None)
+    assert schedule is not None
+    seen = replay(plan, schedule)
+    ledger = drive(plan, schedule, budget, SimulatedMachine(plan, PROFILES["cpu"]))
+    assert ledger.peak == seen.peak == schedule.peak_bytes
+    assert seen.during[schedule.binding_stage] == max(seen.during.values())
+
+
+@given(data=st.data(), plan=random_plans())
+@settings(max_examples=50)
+def test_a_host_buffer_is_reserved_exactly_where_the_disk_is_used(data: st.DataObject, plan: Plan) -> None:
+    schedule = scheduled(plan, data.draw(budgets(plan)))
+    assume(schedule is not None)
+    assert schedule is not None
+    on_disk = {
+        item.value
+        for item in schedule.instructions
+        if (isinstance(item, Create) and item.tier is Tier.DISK)
+        or (isinstance(item, Move) and item.target is Tier.DISK)
+    }
+    pieces = [spec.piece_bytes for name in on_disk for spec in plan.values[name].tensors.values()]
+    assert schedule.staging_bytes >= max(pieces, default=0)
+    assert bool(schedule.staging_bytes) == bool(on_disk)
+
+
+# What fits and what does not
+
+
+@given(data=st.data(), plan=random_plans())
+@settings(max_examples=150)
+def test_no_schedule_stays_below_the_device_floor(data: st.DataObject, plan: Plan) -> None:
+    floor, binding = device_floor(plan)
+    schedule = scheduled(plan, data.draw(budgets(plan)))
+    if schedule is not None:
+        seen = replay(plan, schedule)
+        assert seen.peak[Tier.DEVICE] >= floor
+        assert seen.during[binding.name] >= floor
+    below = data.draw(st.one_of(st.just(floor - 1), st.integers(0, floor - 1)))
+    assert scheduled(plan, Budget(device_bytes=below, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)) is None
+
+
+@given(plan=random_plans())
+@settings(max_examples=300)
+def test_exactly_the_device_floor_is_enough_where_host_and_disk_have_room(plan: Plan) -> None:
+    floor, _ = device_floor(plan)
+    budget = Budget(device_bytes=floor, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
+    assert replay(plan, make_schedule(plan, budget)).peak[Tier.DEVICE] == floor
+
+
+@given(data=st.data(), plan=random_plans())
+@settings(max_examples=200)
+def test_more_device_bytes_never_refuse_what_fewer_accepted_where_host_and_disk_have_room(
+    data: st.DataObject, plan: Plan
+) -> None:
+    floor, _ = device_floor(plan)
+    small = data.draw(st.integers(floor, floor + total_bytes(plan)))
+    large = data.draw(st.integers(small, 2 * small + total_bytes(plan)))
+    for nbytes in (small, large):
+        make_schedule(plan, Budget(device_bytes=nbytes, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES))
+
+
+@given(data=st.data(), plan=random_plans())
+@settings(max_examples=300)
+def test_a_bigger_budget_never_refuses_what_a_smaller_one_accepted(data: st.DataObject, plan: Plan) -> None:
+    budget = data.draw(budgets(plan))
+    schedule = scheduled(plan, budget)
+    assume(schedule is not None)
+    more = st.one_of(st.just(0), st.integers(0, total_bytes(plan)))
+    bigger = Budget(
+        device_bytes=budget.device_bytes + data.draw(more),
+        host_bytes=budget.host_bytes + data.draw(more),
+        disk_bytes=budget.disk_bytes + data.draw(more),
+    )
+    make_schedule(plan, bigger)
+
+
+@given(data=st.data(), plan=random_plans())
+@settings(max_examples=50)
+def test_the_same_plan_and_budget_give_the_same_schedule(data: st.DataObject, plan: Plan) -> None:
+    budget = data.draw(budgets(plan))
+    assert scheduled(plan, budget) == scheduled(plan, budget)
+
+
+# The same plans, executed
+
+
+def touch(context: StageContext) -> None:
+    """Read all that the stage names, change what it may change, allocate exactly the workspace; keep checksums.
+
+    Buffers come to life first and the workspace after them, so all that was planned is live at once.
+    """
+    import torch
+
+    stage, plan = context.stage, context._machine.plan
+    checks = [
+        crc(context.piece(name, index))
+        for stream in stage.streams
+        for name in stream.values
+        for index in range(plan.values[name].tensors["pages"].shape[0])
+    ]
+    scratch = torch.empty(stage.workspace_bytes, dtype=torch.uint8)
+    checks += [crc(tensor) for name in stage.resident() for tensor in context.tensors(name).values()]
+    rng = random.Random(f"{stage.name} {checks}")
+    for name in (*stage.writes, *stage.updates):
+        for tensor in context.tensors(name).values():
+            for index in range(tensor.shape[0]):
+                tensor[index].add_(rng.randint(-9, 9) / 8)
+            checks.append(crc(tensor))
+    for stream in stage.streams:
+        for name in stream.values if stream.updates else ():
+            checks += list(change_pages(context, name, scratch, rng))
+    context.results[stage.name] = checks
+
+
+def change_pages(context: StageContext, name: str, scratch: Any, rng: random.Random) -> Iterator[int]:
+    """Add or write some rows of some pieces; the numbers come through the workspace, so nothing else is allocated."""
+    from engine.worker import torch_dtype
+
+    spec = context._machine.plan.values[name].tensors["pages"]
+    num_pieces, num_parts, tokens, width = spec.shape
+    for index in range(num_pieces):
+        if rng.random() < 0.3:
+            continue
+        start = rng.randrange(tokens)
+        rows = rng.randint(1, tokens - start)
+        item_bytes = spec.nbytes // (num_pieces * num_parts * tokens * width)
+        part = scratch[: rows * width * item_bytes].view(torch_dtype(spec.dtype)).view(rows, width)
+        part.fill_(rng.randint(-9, 9) / 8)
+        change = context.add_rows if rng.random() < 0.5 else context.write_rows
+        change(name, index, start, [part] * num_parts)
+        yield crc(context.piece(name, index))
+
+
+def crc(tensor: Any) -> int:
+    """Checksum of a tensor's bytes, read where they lie: nothing is allocated that a meter could see."""
+    import torch
+
+    return zlib.crc32(tensor.view(torch.uint8).numpy().tobytes())
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """What one execution left: every stage's checksums and the peaks."""
+
+    results: dict[str, list[int]]
+    measured: dict[Tier, int]
+    planned: dict[Tier, int]
+    live_after: dict[str, int]
+
+
+def real_machine(plan: Plan, folder: Path) -> tuple[TorchMachine, LiveBytes]:
+    from engine.memory import LiveBytes
+    from engine.store import Store
+    from engine.worker import TorchMachine
+
+    meter = LiveBytes()
+    return TorchMachine(plan, meter=meter, store=Store.create(folder / "store"), directory=folder), meter
+
+
+def execute(plan: Plan, budget: Budget, schedule: Schedule) -> Measured:
+    with tempfile.TemporaryDirectory() as folder:
+        machine, meter = real_machine(plan, Path(folder))
+        with meter:
+            ledger = drive(plan, schedule, budget, machine)
+        assert machine.store is not None
+        measured = {
+            Tier.DEVICE: meter.peak["device"],
+            Tier.HOST: meter.peak["host"],
+            Tier.DISK: machine.store.peak_bytes,
+        }
+        results = machine.results
+        del machine
+        gc.collect()
+    return Measured(results=results, measured=measured, planned=ledger.peak, live_after=meter.live)
+
+
+def placements(data: st.DataObject, plan: Plan) -> list[tuple[Budget, Schedule]]:
+    """Budgets that put the plan on the device, on the host, on the disk, and somewhere between."""
+    floor, staging = device_floor(plan)[0], staging_need(plan)
+    tried = [
+        Budget(device_bytes=floor, host_bytes=UNLIMITED_BYTES, disk_bytes=0),
+        Budget(device_bytes=floor, host_bytes=staging, disk_bytes=UNLIMITED_BYTES),
+        data.draw(budgets(plan)),
+    ]
+    return [(budget, schedule) for budget in tried if (schedule := scheduled(plan, budget)) is not None]
+
+
+@given(data=st.data(), plan=random_plans(most_stages=16))
+@settings(max_examples=40)
+def test_budget_and_placement_change_no_bit_and_measured_peaks_are_the_planned_ones(
+    data: st.DataObject, plan: Plan
+) -> None:
+    reference = execute(plan, unlimited(), make_schedule(plan, unlimited()))
+    assert reference.planned[Tier.DISK] == reference.measured[Tier.DISK] or staging_need(plan) > 0
+    for budget, schedule in placements(data, plan):
+        found = execute(plan, budget, schedule)
+        assert found.results == reference.results
+        for tier in (Tier.DEVICE, Tier.HOST):
+            assert found.measured[tier] == found.planned[tier], tier
+        assert found.live_after == {"device": 0, "host": 0}
+
+
+@given(plan=random_plans(most_stages=16))
+@settings(max_examples=40)
+def test_the_disk_never_holds_more_than_was_planned_for_it(plan: Plan) -> None:
+    budget = Budget(device_bytes=device_floor(plan)[0], host_bytes=staging_need(plan), disk_bytes=UNLIMITED_BYTES)
+    schedule = scheduled(plan, budget)
+    assume(schedule is not None and schedule.staging_bytes)
+    assert schedule is not None
+    found = execute(plan, budget, schedule)
+    assert found.measured[Tier.DISK] <= found.planned[Tier.DISK]
+
+
+def finishes(plan: Plan, schedule: Schedule, budget: Budget, machine: Machine) -> bool:
+    try:
+        drive(plan, schedule, budget, machine)
+    except DoesNotFitError:
+        return False
+    return True
+
+
+@given(data=st.data(), plan=random_plans(most_stages=8))
+@settings(max_examples=30)
+def test_the_runtime_finishes_exactly_the_schedules_that_the_simulator_accepts(data: st.DataObject, plan: Plan) -> None:
+    schedule = make_schedule(plan, data.draw(st.sampled_from(placements(data, plan)))[0])
+    peak = schedule.peak_bytes
+    near = st.integers(-1, 1)
+    budget = Budget(
+        device_bytes=peak[Tier.DEVICE] + data.draw(near),
+        host_bytes=peak[Tier.HOST] + data.draw(near),
+        disk_bytes=peak[Tier.DISK] + data.draw(near),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        machine, meter = real_machine(plan, Path(folder))
+        with meter:
+            real = finishes(plan, schedule, budget, machine)
+    simulated = finishes(plan, schedule, budget, SimulatedMachine(plan, PROFILES["cpu"]))
+    assert real == simulated == (exceeds(peak, budget) == [])
+
+
+# Single cases that a random plan meets too seldom
+
+
+def page_plan(*stages: Stage, **values: tuple[Tier, ...]) -> Plan:
+    plan = Plan(name="pages")
+    for name, tiers in values.items():
+        spec = TensorSpec(shape=(4, 1, 4, 4), dtype="float32")  # four pieces of 64 bytes
+        plan.value(Value(name=name, tensors={"pages": spec}, kind=ValueKind.ORDERED, tiers=tiers))
+    for stage in stages:
+        plan.add(stage)
+    return plan
+
+
+def streaming(name: str, *values: str, updates: bool = True, buffer_bytes: int = 64, **needs: Any) -> Stage:
+    stream = Stream(values=values, buffer_bytes=buffer_bytes, updates=updates)
+    return Stage(name=name, kind="work", run=touch, streams=(stream,), workspace_bytes=SCRATCH_BYTES, **needs)
+
+
+@pytest.mark.parametrize(
+    ("make", "floor"),
+    [
+        # A stream that is all pinned needs its Value there, and no buffer.
+        (lambda: page_plan(streaming("a", "p"), p=(Tier.DEVICE,)), 256 + SCRATCH_BYTES),
+        # A pinned Value is born in a stream while a movable one is still on the device.
+        (
+            lambda: page_plan(
+                streaming("a", "m"), streaming("b", "p"), streaming("c", "m"), m=ALL_TIERS, p=(Tier.DEVICE,)
+            ),
+            256 + SCRATCH_BYTES + 64,
+        ),
+        # Born together: the pinned one stays, the movable one streams.
+        (lambda: page_plan(streaming("a", "m", "p"), m=ALL_TIERS, p=(Tier.DEVICE,)), 256 + 64 + SCRATCH_BYTES),
+        # A buffer larger than its Value: keeping the Value there takes less.
+        (lambda: page_plan(streaming("a", "m", buffer_bytes=4096), m=ALL_TIERS), 256 + SCRATCH_BYTES),
+    ],
+    ids=["pinned-stream", "pinned-after-movable", "pinned-with-movable", "buffer-larger-than-value"],
+)
+def test_the_floor_of_a_streaming_plan_is_known_and_reached(make: Callable[[], Plan], floor: int) -> None:
+    plan = make()
+    assert device_floor(plan)[0] == floor
+    budget = Budget(device_bytes=floor, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
+    assert replay(plan, make_schedule(plan, budget)).peak[Tier.DEVICE] == floor
