@@ -46,6 +46,7 @@ class Forecast:
             "moved_bytes": self.moved_bytes,
             "num_stages": len(self.schedule.stages),
             "choices": dict(self.plan.choices),
+            "notes": list(self.plan.notes),
         }
 
 

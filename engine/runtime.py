@@ -218,10 +218,9 @@ def _drive(forecast: Forecast, machine: TorchMachine, journal: Journal, observer
     started = time.monotonic()
     with machine.meter:
         drive(forecast.plan, forecast.schedule, forecast.budget, machine, [journaled, checked, *observers])
-    disk_bytes = machine.provided_disk_bytes + (machine.store.peak_bytes if machine.store else 0)
     return Outcome(
         results=machine.results,
-        measured_peak_bytes={**checked.overall, str(Tier.DISK): disk_bytes},
+        measured_peak_bytes={**checked.overall, str(Tier.DISK): machine.disk_peak_bytes},
         stage_peak_bytes=checked.stages,
         wall_s=time.monotonic() - started,
         stages_run=len(forecast.schedule.stages),

@@ -193,6 +193,12 @@ class _Scheduler:
         self.binding, self.binding_bytes = stages[0].name if stages else "", -1
 
     def run(self) -> Schedule:
+        if self.staging_bytes > self.ledger.free(Tier.HOST):
+            raise DoesNotFitError(
+                f"the disk is needed, and with it a host buffer of {format_bytes(self.staging_bytes)} (one page of one "
+                f"layer), but the host budget is {format_bytes(self.ledger.budget.host_bytes)}; give at least "
+                f"--budget host={self.staging_bytes}, more device, or smaller pages"
+            )
         if self.staging_bytes:
             self.ledger.add(Tier.HOST, STAGING_ENTRY, self.staging_bytes)
         for index, stage in enumerate(self.stages):

@@ -25,8 +25,6 @@ Threads may write and read different chunks at once. One process per store.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import itertools
 import json
 import math
@@ -39,15 +37,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import google_crc32c
 import numpy as np
 import zarr
 
-from engine.errors import RunDirectoryError, StageFailedError, UsageError
+from engine.chunkfile import Array, crc32c, full_disk_explained, read_file, verify_chunks, write_file
+from engine.errors import RunDirectoryError, UsageError
 from engine.run import PARTIAL_SUFFIX, partial_path, sync_directory
-from engine.units import KIB, MIB, format_bytes
+from engine.units import KIB
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Index = tuple[int, ...]
 
 DTYPES = frozenset(
@@ -59,21 +56,10 @@ _MARK = {"longstraw_store": 1}
 # On the root group. ``open`` deletes files, so it makes sure first that the tree is one of ours.
 _ASYNC_CONCURRENCY = 1
 # zarr-python handles only small metadata files here; its default of 10 would pay in threads and gain nothing.
-_VERIFY_BLOCK_BYTES = MIB
-# Verifying needs no more memory than this, whatever the chunks.
 _METADATA = "zarr.json"
 _METADATA_BYTES = 4 * KIB
 # A block of a file system: what a metadata file takes, for the message of a full disk.
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-
-
-class StoreFullError(StageFailedError):
-    """The disk has no room for a chunk. The run can be resumed once there is."""
-
-    def __init__(self, message: str, *, needed_bytes: int, free_bytes: int) -> None:
-        super().__init__(message)
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +120,7 @@ class Store:
         """
         if root.exists() and (not root.is_dir() or any(root.iterdir())):
             raise UsageError(f"can't create a store at {root}: it exists and is not an empty directory")
-        with _full_disk_explained(root, _METADATA_BYTES, "the metadata of the store"):
+        with full_disk_explained(root, _METADATA_BYTES, "the metadata of the store"):
             root.mkdir(parents=True, exist_ok=True)
             with zarr.config.set({"async.concurrency": _ASYNC_CONCURRENCY}):
                 zarr.create_group(store=root, attributes=dict(_MARK))
@@ -221,7 +207,7 @@ class Store:
         with self._lock:
             self._check_name_is_free(name)
             try:
-                with _full_disk_explained(self._root, _METADATA_BYTES, f"the metadata of array {name!r}"):
+                with full_disk_explained(self._root, _METADATA_BYTES, f"the metadata of array {name!r}"):
                     _create_array(self._root, spec)
             except BaseException:
                 shutil.rmtree(self._root / name, ignore_errors=True)
@@ -246,10 +232,10 @@ class Store:
         key = spec.chunk_key(index)
         if not replace and key in self._checksums[name]:
             raise UsageError(f"chunk {index} of array {name!r} is written already; remove it first, or replace it")
-        crc = _crc32c(data)
+        crc = crc32c(data)
         self._add_bytes(spec.chunk_bytes)
         try:
-            _write_file(self._root, key, data, sync=sync)
+            write_file(self._root, key, data, sync=sync)
         except BaseException:
             self._add_bytes(-spec.chunk_bytes)
             raise
@@ -278,7 +264,7 @@ class Store:
             raise RunDirectoryError(f"chunk {index} of array {name!r} was never written ({self._root / key})")
         whole = spec.extent(index) == spec.chunk_shape
         data = target if whole else np.empty(spec.chunk_shape, spec.dtype)
-        if problem := _read_file(self._root / key, data, crc):
+        if problem := read_file(self._root / key, data, crc):
             raise RunDirectoryError(f"chunk {index} of array {name!r} {problem}; start a new run, or restore the file")
         if not whole:
             target[...] = data[_inside(spec, index)]
@@ -354,26 +340,6 @@ class Store:
         self._synced.add(path.parent)
 
 
-def verify_chunks(root: Path, checksums: Mapping[str, int]) -> list[str]:
-    """Return one sentence for each chunk of ``checksums`` under ``root`` that is missing or damaged; changes nothing.
-
-    A process may be running on the store meanwhile.
-    """
-    sentences = []
-    for key, crc in checksums.items():
-        try:
-            found = 0
-            with open(root / key, "rb", buffering=0) as file:
-                while block := file.read(_VERIFY_BLOCK_BYTES):
-                    found = google_crc32c.extend(found, block)
-        except OSError as error:
-            sentences.append(f"chunk {key} can't be read: {root / key}: {error.strerror}")
-        else:
-            if found != crc:
-                sentences.append(f"chunk {key} is damaged: CRC32C of {root / key} is {found:#010x}, not {crc:#010x}")
-    return sentences
-
-
 def _check_spec(spec: ArraySpec) -> None:
     for part in spec.name.split("/"):
         if not _SEGMENT.fullmatch(part) or part.startswith("__") or part == _METADATA or part.endswith(PARTIAL_SUFFIX):
@@ -425,91 +391,6 @@ def _pad(spec: ArraySpec, index: Index, array: Array) -> Array:
 def _inside(spec: ArraySpec, index: Index) -> tuple[slice, ...]:
     """Return the part of chunk ``index`` that is inside the shape."""
     return tuple(slice(size) for size in spec.extent(index))
-
-
-def _as_bytes(array: Array) -> memoryview:
-    """Return the memory of ``array``, without a copy."""
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _crc32c(array: Array) -> int:
-    return int(google_crc32c.value(array.reshape(-1).view(np.uint8)))
-
-
-def _write_file(root: Path, key: str, array: Array, *, sync: bool) -> None:
-    """Put ``array`` at ``root / key``, whole or not at all."""
-    path = root / key
-    partial = partial_path(path)
-    with _full_disk_explained(root, array.nbytes, f"chunk {key}"):
-        try:
-            fd = _open_new(partial)
-            try:
-                _reserve(fd, array.nbytes)
-                rest = _as_bytes(array)
-                while rest:
-                    rest = rest[os.write(fd, rest) :]
-                if sync:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-
-
-def _open_new(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        return os.open(path, flags, 0o666)
-    except FileNotFoundError:  # the first chunk in this directory
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, flags, 0o666)
-
-
-def _reserve(fd: int, nbytes: int) -> None:
-    """Have the disk say now, and not after half the chunk, whether there is room."""
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # then the writes themselves will say
-                raise
-
-
-def _read_file(path: Path, array: Array, crc: int) -> str | None:
-    """Fill ``array`` from ``path``; return what is wrong with the file, or None."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != array.nbytes:
-                return f"is damaged: {path} has {size} bytes, not {array.nbytes}"
-            rest = _as_bytes(array)
-            while rest and (num_read := file.readinto(rest)):
-                rest = rest[num_read:]
-    except FileNotFoundError:
-        return f"is missing: {path}"
-    except OSError as error:
-        return f"can't be read: {path}: {error.strerror}"
-    found = _crc32c(array)
-    return None if found == crc else f"is damaged: CRC32C of {path} is {found:#010x}, not {crc:#010x}"
-
-
-@contextlib.contextmanager
-def _full_disk_explained(root: Path, needed_bytes: int, what: str) -> Iterator[None]:
-    """Turn the error of a full disk, or of a used-up quota, into ``StoreFullError``."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free_bytes = shutil.disk_usage(root if root.exists() else root.parent).free
-        raise StoreFullError(
-            f"no room for {what}: it needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), the disk of {root} has "
-            f"{free_bytes} free ({format_bytes(free_bytes)}): {error.strerror}; make room, then resume the run",
-            needed_bytes=needed_bytes,
-            free_bytes=free_bytes,
-        ) from error
 
 
 def _node_type(folder: Path) -> str | None:

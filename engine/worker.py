@@ -67,7 +67,8 @@ class TorchMachine:
         self.device = torch.device(device)
         self.held: dict[str, Held] = {}
         self.results: dict[str, Any] = {}
-        self.provided_disk_bytes = 0
+        self.disk_peak_bytes = 0
+        self._provided_disk_bytes = 0
         self.taps: dict[str, list[tuple[Any, str]]] = {}
         self._staging: torch.Tensor | None = None
 
@@ -133,6 +134,12 @@ class TorchMachine:
                 return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
         return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=self.device)
 
+    def note_disk(self, provided_bytes: int = 0) -> None:
+        """Count files that a stage wrote itself, and raise the peak of the disk tier if need be."""
+        self._provided_disk_bytes += provided_bytes
+        stored_bytes = self.store.nbytes if self.store is not None else 0
+        self.disk_peak_bytes = max(self.disk_peak_bytes, stored_bytes + self._provided_disk_bytes)
+
     def disk_checksums(self, name: str) -> dict[str, int]:
         """Return the checksums of a Value's chunks on disk; empty where it is not there."""
         held = self.held.get(name)
@@ -175,6 +182,7 @@ class TorchMachine:
             staged.copy_(piece)
         chunk = (index,) + (0,) * (staged.dim())
         self._disk().write_chunk(f"{name}/{key}", chunk, _as_numpy(staged[None]), replace=True)
+        self.note_disk()
 
     def _from_disk(self, name: str, key: str, index: int, spec: TensorSpec) -> torch.Tensor:
         staged = self._staged(spec)
@@ -226,7 +234,7 @@ class StageContext:
         held = self._machine.held[name]
         held.item = item
         self._machine.meter.adopt(tensors)
-        self._machine.provided_disk_bytes += disk_bytes
+        self._machine.note_disk(disk_bytes)
 
     def item(self, name: str) -> Any:
         """Return what the writer of a provided Value handed over."""

@@ -10,8 +10,7 @@ The file has one group a line: ``prompt``, ``responses``, ``rewards`` or ``advan
 from __future__ import annotations
 
 from engine import Plan
-from stages import AdamWOptions, GrpoSettings, LossConfig, find_policy, grpo_step, parse_dtype, read_rollouts
-from stages.step import DEFAULT_PAGE_TOKENS, fixed_choices
+from stages import DEFAULT_PAGE_TOKENS, find_policy, grpo_step, parse_dtype, read_rollouts, step_settings
 
 
 def from_rollouts(
@@ -44,25 +43,27 @@ def from_rollouts(
     source = find_policy(policy)
     tokenizer = source.tokenizer()
     groups = read_rollouts(rollouts, tokenizer=tokenizer, vocab_size=source.config.vocab_size, append_eos=append_eos)
-    settings = GrpoSettings(
+    settings = step_settings(
         gradient=gradient,
-        loss=LossConfig(
-            loss=loss,
-            aggregation=aggregation,
-            epsilon=epsilon,
-            epsilon_high=epsilon_high,
-            delta=delta,
-            kl=kl,
-            beta=beta,
-            entropy_bonus=entropy_bonus,
-            max_response_tokens=max_response_tokens,
-        ),
-        optimizer=AdamWOptions(learning_rate=learning_rate, weight_decay=weight_decay, max_grad_norm=max_grad_norm),
+        loss=loss,
+        aggregation=aggregation,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        delta=delta,
+        kl=kl,
+        beta=beta,
+        entropy_bonus=entropy_bonus,
+        max_response_tokens=max_response_tokens,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
         dtype=parse_dtype(dtype, source.default_dtype()),
         temperature=temperature,
         seed=seed,
         page_tokens=page_tokens,
-        fixed=fixed_choices(chunk_tokens=chunk_tokens, branches_at_once=branches_at_once, head_rows=head_rows),
+        chunk_tokens=chunk_tokens,
+        branches_at_once=branches_at_once,
+        head_rows=head_rows,
     )
     return grpo_step(
         name="from_rollouts", policy=source, groups=groups[:groups_per_step], settings=settings, tokenizer=tokenizer

@@ -16,9 +16,17 @@ from engine.units import MIB, format_bytes
 from models.policy import PolicySource
 from plans.quickstart_data import quickstart_group
 from plans.smollm2 import checkpoint_directory
-from stages import AdamWOptions, Group, GrpoSettings, LossConfig, find_policy, grpo_step, parse_dtype, parse_group
+from stages import (
+    DEFAULT_PAGE_TOKENS,
+    Group,
+    GrpoSettings,
+    find_policy,
+    grpo_step,
+    parse_dtype,
+    parse_group,
+    step_settings,
+)
 from stages.dense import dense_peak_bytes
-from stages.step import DEFAULT_PAGE_TOKENS, fixed_choices
 
 DEVICE_BUDGET_BYTES = 1280 * MIB
 # Weights and gradients take 1,026 MiB, the head's share of the tied embedding's gradient 108 MiB; what is left is for
@@ -49,15 +57,17 @@ def quickstart(
         tokenizer=tokenizer,
         vocab_size=source.config.vocab_size,
     )
-    settings = GrpoSettings(
+    settings = step_settings(
         gradient=gradient,
-        loss=LossConfig(loss=loss),
-        optimizer=AdamWOptions(learning_rate=learning_rate),
+        loss=loss,
+        learning_rate=learning_rate,
         dtype=parse_dtype(dtype, source.default_dtype()),
         temperature=temperature,
         seed=seed,
         page_tokens=page_tokens,
-        fixed=fixed_choices(chunk_tokens=chunk_tokens, branches_at_once=branches_at_once, head_rows=head_rows),
+        chunk_tokens=chunk_tokens,
+        branches_at_once=branches_at_once,
+        head_rows=head_rows,
     )
     plan = grpo_step(name="quickstart", policy=source, groups=[group], settings=settings, tokenizer=tokenizer)
     if policy is None:

@@ -11,8 +11,7 @@ import random
 from transformers import AutoConfig
 
 from engine import Plan
-from stages import AdamWOptions, GrpoSettings, LossConfig, find_policy, grpo_step, parse_dtype, parse_group
-from stages.step import DEFAULT_PAGE_TOKENS, fixed_choices
+from stages import DEFAULT_PAGE_TOKENS, find_policy, grpo_step, parse_dtype, parse_group, step_settings
 
 VOCABULARY = 211
 
@@ -57,15 +56,17 @@ def tiny_dense(
         ],
         "rewards": [numbers.random() for _ in range(group_size)],
     }
-    settings = GrpoSettings(
+    settings = step_settings(
         gradient=gradient,
-        loss=LossConfig(loss=loss),
-        optimizer=AdamWOptions(learning_rate=learning_rate),
+        loss=loss,
+        learning_rate=learning_rate,
         dtype=parse_dtype(dtype),
         temperature=temperature,
         seed=seed,
         page_tokens=page_tokens,
-        fixed=fixed_choices(chunk_tokens=chunk_tokens, branches_at_once=branches_at_once, head_rows=head_rows),
+        chunk_tokens=chunk_tokens,
+        branches_at_once=branches_at_once,
+        head_rows=head_rows,
     )
     group = parse_group(record, where="tiny_dense", tokenizer=None, vocab_size=VOCABULARY)
     return grpo_step(name="tiny_dense", policy=find_policy(config), groups=[group], settings=settings)

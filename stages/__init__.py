@@ -4,12 +4,17 @@ May import ``models`` and ``engine``; is imported by ``plans``.
 """
 
 from models.policy import find_policy
+from stages.group_parser import parse_group
+from stages.groups import Group, Response
 from stages.losses import LossConfig
-from stages.rollouts import Group, Response, parse_group, read_rollouts
-from stages.step import GrpoSettings, GrpoSpace, grpo_step, parse_dtype
+from stages.rollouts import read_rollouts
+from stages.settings import DEFAULT_PAGE_TOKENS, GrpoSettings, parse_dtype, step_settings
+from stages.space import GrpoSpace
+from stages.step import grpo_step
 from stages.update import AdamWOptions
 
 __all__ = [
+    "DEFAULT_PAGE_TOKENS",
     "AdamWOptions",
     "Group",
     "GrpoSettings",
@@ -21,4 +26,5 @@ __all__ = [
     "parse_dtype",
     "parse_group",
     "read_rollouts",
+    "step_settings",
 ]

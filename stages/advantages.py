@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from engine.errors import UsageError
-from stages.rollouts import Group, Response
+from stages.groups import Group, Response
 
 Baseline = Literal["mean", "leave-one-out"]
 Advantage = float | tuple[float, ...]

@@ -24,7 +24,8 @@ from engine.planner import forecast
 from engine.runtime import execute
 from engine.worker import dtype_name
 from stages.dense import dense_gradient
-from stages.step import Gradient, GrpoSpace
+from stages.settings import Gradient
+from stages.space import GrpoSpace
 
 TOLERANCE = {
     torch.float64: 1e-10,  # of max_rel_err: rounding alone, at any chunking

@@ -21,9 +21,9 @@ from engine.memory import DEVICE, LiveBytes
 from models.float64 import accumulation_dtype, lifted_casts
 from models.policy import PolicySource
 from stages.advantages import GroupAdvantages, group_advantages
+from stages.groups import Group
 from stages.losses import evaluate_loss, make_batch
-from stages.rollouts import Group
-from stages.step import GrpoSettings
+from stages.settings import GrpoSettings
 
 
 @dataclass(frozen=True, kw_only=True)

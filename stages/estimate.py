@@ -35,7 +35,8 @@ class Estimator:
 
     def __init__(self, policy: PolicySource, dtype: torch.dtype) -> None:
         self._drawn = policy.location is None
-        with LiveBytes() as meter:
+        meter = LiveBytes()
+        with meter:
             self._model = TracedModel(policy.sizes_only(dtype))
         self._building_bytes = meter.peak[DEVICE] - meter.live[DEVICE]
         self._known: dict[Hashable, int] = {}
@@ -51,12 +52,13 @@ class Estimator:
     def load_workspace_bytes(self) -> int:
         """Return the device bytes that loading needs beyond the weights: building or converting, then the check."""
         largest = max(spec.nbytes for spec in self.parameters().values())
-        with LiveBytes() as meter:
+        meter = LiveBytes()
+        with meter:
             meter.adopt(self._tensors())
             entry = meter.live[DEVICE]
             walk_logits(self._model.model)
-        check = _CHECK_FORWARDS * (int(meter.peak[DEVICE]) - entry)
-        return max(int(self._building_bytes) if self._drawn else largest, check)
+        check = _CHECK_FORWARDS * (meter.peak[DEVICE] - entry)
+        return max(self._building_bytes if self._drawn else largest, check)
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self._model.hf.parameters(), *self._model.hf.buffers()]
@@ -78,7 +80,7 @@ class Estimator:
             entry = meter.live[DEVICE]
             meter.restart_peak()
             machine.run(stage)
-            return int(meter.peak[DEVICE]) - entry
+            return meter.peak[DEVICE] - entry
 
 
 def _spec(tensor: torch.Tensor) -> TensorSpec:

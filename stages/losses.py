@@ -29,7 +29,7 @@ from torch import Tensor
 
 from engine.errors import StageFailedError, UsageError
 from stages.advantages import Advantage, GroupAdvantages
-from stages.rollouts import Group, Response
+from stages.groups import Group, Response
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from stages.rollouts import Group
+from stages.groups import Group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,7 @@ from engine.plan import Plan
 from engine.planner import Forecast, forecast
 from engine.runtime import Outcome, execute
 from models.policy import find_policy
-from stages.rollouts import Group, parse_group
-from stages.step import GrpoSettings, GrpoSpace
+from stages import Group, GrpoSettings, GrpoSpace, parse_group
 
 FAMILIES = ("llama", "qwen3", "mistral", "qwen2")
 VOCABULARY = 61

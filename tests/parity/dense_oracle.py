@@ -17,8 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models.float64 import lifted_casts
-from stages.losses import LossConfig
-from stages.rollouts import Group, Response
+from stages import Group, LossConfig, Response
 
 STOCK_AGGREGATION = {
     "grpo": "seq-mean-token-mean",
@@ -56,8 +55,8 @@ def score(hf: Any, group: Group, response: Response, temperature: float, *, stop
             logits = hf(torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         else:
             with torch.no_grad():
-                cache = hf(torch.tensor([prompt[:-1]]), use_cache=True).past_key_values
-            logits = hf(torch.tensor([prompt[-1:] + ids]), past_key_values=cache, use_cache=True).logits[0, :-1]
+                cache = hf(torch.tensor([prompt[:-1]]), use_cache=True).cache
+            logits = hf(torch.tensor([prompt[-1:] + ids]), cache=cache, use_cache=True).logits[0, :-1]
         table = torch.log_softmax(logits / temperature, -1)
         chosen = table.gather(1, torch.tensor(ids, dtype=torch.int64)[:, None])[:, 0]
         return Scored(response=response, logprobs=chosen, entropies=-(table.exp() * table).sum(-1))

@@ -21,11 +21,9 @@ from engine.budget import Budget, Tier
 from engine.plan import Plan
 from engine.schedule import device_floor, staging_need
 from models.policy import find_policy
+from stages import Group, GrpoSettings, GrpoSpace, LossConfig
 from stages.audit import max_rel_err
-from stages.losses import LossConfig
-from stages.rollouts import Group
-from stages.step import GrpoSettings, GrpoSpace
-from tests.helpers import FAMILIES, budget, make_group, random_ids, run_plan, save_policy, tiny_config
+from tests.helpers import FAMILIES, Gradients, budget, make_group, random_ids, run_plan, save_policy, tiny_config
 from tests.parity import dense_oracle
 
 TOLERANCE = 1e-10
@@ -87,7 +85,7 @@ def record(case: Case, group: int, numbers: random.Random) -> dict[str, Any]:
 
 
 def make_groups(case: Case, policy: Path) -> list[Group]:
-    """Return the groups of a case; given log-probs are the policy's own with noise, so that ratios clip on both sides."""
+    """Return the groups of a case; given log-probs are the policy's own with noise, so that ratios clip."""
     numbers = random.Random(case.seed)
     hf = dense_oracle.load(policy, "sdpa")
     groups = []
@@ -143,25 +141,35 @@ def budget_of(plan: Plan, within: str) -> Budget:
 def check(case: Case, policy: Path, run: Path, gradient: Any = "exact") -> dict[str, int]:
     """Hold the engine's gradient and loss against the oracle's; return the bytes that were moved between tiers."""
     groups = make_groups(case, policy)
-    plan = space_of(case, policy, groups, gradient).lower(
-        {
-            "chunk_tokens": case.chunk_tokens,
-            "branches_at_once": case.branches_at_once,
-            "head_rows": case.head_rows,
-        }
-    )
+    space = space_of(case, policy, groups, gradient)
+    plan = space.lower(space.first())
     done = run_plan(plan, run, budget_of(plan, case.within))
     loss, reference = dense_oracle.gradient(
         policy, groups, case.loss, case.temperature, attention=case.attention, stop_prompt=gradient == "stop-prompt"
     )
     assert done.gradients.keys() == reference.keys()
+    if no_token_sees_another(groups):
+        drop_what_is_zero_in_theory(done.gradients, reference)
     assert max_rel_err(done.gradients, reference) <= TOLERANCE
     assert done.outcome.results["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE)
     assert done.outcome.measured_peak_bytes["device"] <= done.planned.budget.device_bytes
     return done.outcome.measured_peak_bytes
 
 
-LENGTHS = st.one_of(st.just(0), st.just(1), st.integers(2, 9), st.integers(10, 30))
+def no_token_sees_another(groups: Sequence[Group]) -> bool:
+    """Return whether every scored token is predicted from a single token."""
+    return all(len(group.prompt_ids) == 1 and not any(any(r.mask[1:]) for r in group.responses) for group in groups)
+
+
+def drop_what_is_zero_in_theory(found: Gradients, reference: Gradients) -> None:
+    """Remove the gradients of queries and keys where a token attends to itself only: there is rounding and no scale."""
+    largest = max(tensor.abs().max().item() for tensor in reference.values())
+    for name in [name for name in reference if ".q_" in name or ".k_" in name]:
+        for gradients in (found, reference):
+            assert gradients.pop(name).abs().max().item() <= 1e-14 * largest
+
+
+LENGTHS = st.one_of(st.just(0), st.just(1), st.integers(2, 9), st.integers(10, 22))
 
 
 @st.composite
@@ -183,7 +191,7 @@ def losses(draw: st.DrawFn) -> LossConfig:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     num_groups = draw(st.integers(1, 3))
-    prompts = [draw(st.one_of(st.just(1), st.just(2), st.integers(3, 33))) for _ in range(num_groups)]
+    prompts = [draw(st.one_of(st.just(1), st.just(2), st.integers(3, 22))) for _ in range(num_groups)]
     responses = [draw(st.lists(LENGTHS, min_size=1, max_size=4)) for _ in range(num_groups)]
     if not any(responses[0]):
         responses[0][0] = draw(st.integers(1, 20))
@@ -200,9 +208,9 @@ def cases(draw: st.DrawFn) -> Case:
         chunk_tokens=draw(chunk),
         branches_at_once=draw(st.integers(1, 4)),
         head_rows=draw(st.sampled_from([1, 3, 16])),
-        page_tokens=draw(st.sampled_from([1, 4, 7, 64])),
+        page_tokens=draw(st.sampled_from([1, 4, 7, 16])),
         within=draw(st.sampled_from(["unlimited", "half", "host", "disk"])),
-        layers=draw(st.sampled_from([1, 2, 3])),
+        layers=draw(st.sampled_from([1, 2, 2, 3])),
         tied=draw(st.booleans()),
         attention=draw(st.sampled_from(["eager", "sdpa"])),
         seed=draw(st.integers(0, 2**16)),
@@ -213,7 +221,7 @@ def cases(draw: st.DrawFn) -> Case:
 def test_the_gradient_equals_dense_autograd(
     family: str, policy_of: PolicyOf, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    @settings(max_examples=8)
+    @settings(max_examples=7)
     @given(cases())
     def holds(case: Case) -> None:
         check(case, policy_of(family, case.tied, case.layers), tmp_path_factory.mktemp("run") / "run")
@@ -243,9 +251,9 @@ EDGES = {
 
 
 @pytest.mark.parametrize("name", EDGES)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_gradient_equals_dense_autograd_with(name: str, tied: bool, policy_of: PolicyOf, tmp_path: Path) -> None:
-    check(EDGES[name], policy_of("qwen3" if tied else "llama", tied, 3), tmp_path / "run")
+def test_the_gradient_equals_dense_autograd_with(name: str, policy_of: PolicyOf, tmp_path: Path) -> None:
+    number = list(EDGES).index(name)
+    check(EDGES[name], policy_of(FAMILIES[number % 4], number % 2 == 1, 2), tmp_path / "run")
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo"])
@@ -266,10 +274,25 @@ def test_the_gradient_of_every_loss_equals_dense_autograd_off_policy(
 def test_a_budget_does_not_change_the_gradient_and_decides_the_tiers(
     within: str, policy_of: PolicyOf, tmp_path: Path
 ) -> None:
-    case = Case(prompts=(60,), responses=((30, 8),), within=within, page_tokens=8)
-    peak = check(case, policy_of("mistral", False, 3), tmp_path / "run")
+    case = Case(prompts=(40,), responses=((20, 8),), within=within, chunk_tokens=8)
+    peak = check(case, policy_of("mistral", False, 2), tmp_path / "run")
     assert (peak["host"] > 0) == (within != "unlimited")
     assert (peak["disk"] > 0) == (within == "disk")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_an_end_of_sequence_token_equal_to_padding_gets_the_gradient_that_dense_autograd_gives_it(
+    tied: bool, tmp_path: Path
+) -> None:
+    """Hugging Face's embedding has a ``padding_idx``, whose look-up gradient its own autograd leaves out."""
+    config = tiny_config("llama", tie_word_embeddings=tied, pad_token_id=3, eos_token_id=3)
+    policy = save_policy(tmp_path / "policy", config)
+    group = make_group({"prompt": [1, 3, 5, 3, 7], "responses": [[3, 4, 3, 6], [9, 3]], "advantages": [1.0, -0.5]})
+    case = Case()
+    space = space_of(case, policy, [group])
+    done = run_plan(space.lower(space.first()), tmp_path / "run")
+    _, reference = dense_oracle.gradient(policy, [group], case.loss, 1.0)
+    assert max_rel_err(done.gradients, reference) <= TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -277,7 +300,7 @@ def test_stop_prompt_equals_dense_autograd_with_the_keys_and_values_of_the_promp
     family: str, policy_of: PolicyOf, tmp_path: Path
 ) -> None:
     case = Case(prompts=(17, 1), responses=((9, 14), (5,)), old="given", masks="holes")
-    check(case, policy_of(family, family == "qwen3", 3), tmp_path / "run", gradient="stop-prompt")
+    check(case, policy_of(family, family == "qwen3", 2), tmp_path / "run", gradient="stop-prompt")
 
 
 def test_stop_prompt_is_not_the_exact_gradient(policy_of: PolicyOf, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ compute the same bits wherever its Values live.
 
 from __future__ import annotations
 
-import gc
 import random
 import tempfile
 import zlib
@@ -449,8 +448,7 @@ def execute(plan: Plan, budget: Budget, schedule: Schedule) -> Measured:
             Tier.DISK: machine.store.peak_bytes,
         }
         results = machine.results
-        del machine
-        gc.collect()
+        del machine  # no cycle holds it: what it held is freed here, without the collector
     return Measured(results=results, measured=measured, planned=ledger.peak, live_after=meter.live)
 
 
@@ -471,7 +469,6 @@ def test_budget_and_placement_change_no_bit_and_measured_peaks_are_the_planned_o
     data: st.DataObject, plan: Plan
 ) -> None:
     reference = execute(plan, unlimited(), make_schedule(plan, unlimited()))
-    assert reference.planned[Tier.DISK] == reference.measured[Tier.DISK] or staging_need(plan) > 0
     for budget, schedule in placements(data, plan):
         found = execute(plan, budget, schedule)
         assert found.results == reference.results
@@ -506,9 +503,9 @@ def test_the_runtime_finishes_exactly_the_schedules_that_the_simulator_accepts(d
     peak = schedule.peak_bytes
     near = st.integers(-1, 1)
     budget = Budget(
-        device_bytes=peak[Tier.DEVICE] + data.draw(near),
-        host_bytes=peak[Tier.HOST] + data.draw(near),
-        disk_bytes=peak[Tier.DISK] + data.draw(near),
+        device_bytes=max(0, peak[Tier.DEVICE] + data.draw(near)),
+        host_bytes=max(0, peak[Tier.HOST] + data.draw(near)),
+        disk_bytes=max(0, peak[Tier.DISK] + data.draw(near)),
     )
     with tempfile.TemporaryDirectory() as folder:
         machine, meter = real_machine(plan, Path(folder))
@@ -531,32 +528,64 @@ def page_plan(*stages: Stage, **values: tuple[Tier, ...]) -> Plan:
     return plan
 
 
-def streaming(name: str, *values: str, updates: bool = True, buffer_bytes: int = 64, **needs: Any) -> Stage:
-    stream = Stream(values=values, buffer_bytes=buffer_bytes, updates=updates)
-    return Stage(name=name, kind="work", run=touch, streams=(stream,), workspace_bytes=SCRATCH_BYTES, **needs)
+def streaming(name: str, *values: str, buffer_bytes: int = 64, beside: str | None = None) -> Stage:
+    """A stage with one stream of ``values``, and a second one of the Value ``beside``."""
+    streams = [Stream(values=values, buffer_bytes=buffer_bytes, updates=True)]
+    if beside is not None:
+        streams.append(Stream(values=(beside,), buffer_bytes=64, updates=True))
+    return Stage(name=name, kind="work", run=touch, streams=tuple(streams), workspace_bytes=SCRATCH_BYTES)
 
 
-@pytest.mark.parametrize(
-    ("make", "floor"),
-    [
-        # A stream that is all pinned needs its Value there, and no buffer.
-        (lambda: page_plan(streaming("a", "p"), p=(Tier.DEVICE,)), 256 + SCRATCH_BYTES),
-        # A pinned Value is born in a stream while a movable one is still on the device.
-        (
-            lambda: page_plan(
-                streaming("a", "m"), streaming("b", "p"), streaming("c", "m"), m=ALL_TIERS, p=(Tier.DEVICE,)
-            ),
-            256 + SCRATCH_BYTES + 64,
-        ),
-        # Born together: the pinned one stays, the movable one streams.
-        (lambda: page_plan(streaming("a", "m", "p"), m=ALL_TIERS, p=(Tier.DEVICE,)), 256 + 64 + SCRATCH_BYTES),
-        # A buffer larger than its Value: keeping the Value there takes less.
-        (lambda: page_plan(streaming("a", "m", buffer_bytes=4096), m=ALL_TIERS), 256 + SCRATCH_BYTES),
-    ],
-    ids=["pinned-stream", "pinned-after-movable", "pinned-with-movable", "buffer-larger-than-value"],
-)
-def test_the_floor_of_a_streaming_plan_is_known_and_reached(make: Callable[[], Plan], floor: int) -> None:
+FLOORS: dict[str, tuple[Callable[[], Plan], int]] = {
+    # A stream that is all pinned has its Value there, and no buffer.
+    "pinned": (lambda: page_plan(streaming("a", "p"), p=(Tier.DEVICE,)), 256 + SCRATCH_BYTES),
+    # Born together: the pinned one stays, the movable one streams.
+    "pinned with movable": (
+        lambda: page_plan(streaming("a", "m", "p"), m=ALL_TIERS, p=(Tier.DEVICE,)),
+        256 + 64 + SCRATCH_BYTES,
+    ),
+    # The movable one is there already and has to make room for the pinned one.
+    "pinned after movable": (
+        lambda: page_plan(streaming("a", "m"), streaming("b", "p"), streaming("c", "m"), m=ALL_TIERS, p=(Tier.DEVICE,)),
+        256 + SCRATCH_BYTES,
+    ),
+    # Keeping a Value takes less than a buffer that is larger than it.
+    "large buffer": (lambda: page_plan(streaming("a", "m", buffer_bytes=4096), m=ALL_TIERS), 256 + SCRATCH_BYTES),
+    "large buffer beside another": (
+        lambda: page_plan(streaming("a", "m", buffer_bytes=4096, beside="n"), m=ALL_TIERS, n=ALL_TIERS),
+        256 + 64 + SCRATCH_BYTES,
+    ),
+    # What is never on the device always needs its buffer.
+    "never on the device": (lambda: page_plan(streaming("a", "m"), m=(Tier.HOST, Tier.DISK)), 64 + SCRATCH_BYTES),
+}
+
+
+@pytest.mark.parametrize("case", FLOORS)
+def test_the_device_floor_of_a_streaming_plan_is_the_known_one_and_is_reached(case: str) -> None:
+    make, floor = FLOORS[case]
     plan = make()
     assert device_floor(plan)[0] == floor
     budget = Budget(device_bytes=floor, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
     assert replay(plan, make_schedule(plan, budget)).peak[Tier.DEVICE] == floor
+
+
+def test_one_more_device_byte_refuses_nothing_where_the_host_is_small() -> None:
+    plan = Plan(name="small host")
+    for name, nbytes, tiers in (
+        ("v0", 4, (Tier.DEVICE, Tier.HOST)),
+        ("v1", 3, ALL_TIERS),
+        ("v2", 4, (Tier.DEVICE, Tier.HOST)),
+    ):
+        plan.value(Value(name=name, tensors={"t": TensorSpec(shape=(nbytes,), dtype="uint8")}, tiers=tiers))
+    for name, writes, reads, workspace_bytes in (
+        ("w0", ("v0",), (), 5),
+        ("w1", ("v1",), (), 6),
+        ("w2", ("v2",), (), 6),
+        ("r0", (), ("v0", "v2"), 1),
+        ("r1", (), ("v0", "v1"), 3),
+        ("r2", (), ("v0",), 5),
+    ):
+        plan.add(Stage(name=name, kind="work", run=touch, writes=writes, reads=reads, workspace_bytes=workspace_bytes))
+    for device_bytes in (12, 13):
+        budget = Budget(device_bytes=device_bytes, host_bytes=5, disk_bytes=UNLIMITED_BYTES)
+        assert exceeds(replay(plan, make_schedule(plan, budget)).peak, budget) == []

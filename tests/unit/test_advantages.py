@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.errors import UsageError
 from stages.advantages import STD_FLOOR, Advantage, Baseline, group_advantages
-from stages.rollouts import Group, Response
+from stages.groups import Group, Response
 
 REWARDS = st.floats(min_value=-1e6, max_value=1e6, allow_subnormal=False)
 

@@ -49,6 +49,7 @@ records: st.SearchStrategy[Record] = st.one_of(
         choices=plain,
         budget_bytes=sizes,
         code_version=names,
+        recipe=plain,
     ),
     st.builds(StageIntent, stage=names, key=names),
     st.builds(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine.errors import StageFailedError, UsageError
 from stages.advantages import GroupAdvantages, group_advantages
+from stages.groups import Group, Response
 from stages.losses import (
     AGGREGATIONS,
     KL_ESTIMATORS,
@@ -26,7 +27,6 @@ from stages.losses import (
     evaluate_loss,
     make_batch,
 )
-from stages.rollouts import Group, Response
 
 DEFAULT_AGGREGATION = {
     "grpo": "seq-mean-token-mean",

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from engine.errors import UsageError
 from stages.advantages import group_advantages
+from stages.group_parser import parse_group
+from stages.groups import Group, Response, group_record, require_trainable
 from stages.losses import make_batch
-from stages.rollouts import Group, Response, group_record, parse_group, read_rollouts, require_trainable
+from stages.rollouts import read_rollouts
 
 VOCAB = 300
 WHERE = "rollouts.jsonl line 3"

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from engine.chunkfile import StoreFullError, verify_chunks
 from engine.errors import RunDirectoryError, StageFailedError, UsageError
-from engine.store import DTYPES, ArraySpec, Store, StoreFullError, verify_chunks
+from engine.store import DTYPES, ArraySpec, Store
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

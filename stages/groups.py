@@ -1,0 +1,79 @@
+"""One GRPO group: a prompt with its responses and what is known about them.
+
+Groups are plain data: `stages.group_parser` makes them from records, `stages.rollouts` from files, plans from either.
+An empty or fully masked response stays in its group: it counts in the baseline and in the step's number of responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """One response of a group.
+
+    Attributes:
+        token_ids: [tokens] ids, possibly none.
+        mask: [tokens] True where the token carries loss (sampled by the policy), False where it is only seen.
+        reward: the response's reward, or None where advantages were given instead.
+        advantage: given advantage: one number, or [tokens] numbers; None where rewards are to be used.
+        old_logprobs: [tokens] log-probs (nats) of the policy that sampled, or None: then the ratio is exactly 1.
+        ref_logprobs: [tokens] log-probs (nats) of a reference policy, or None.
+    """
+
+    token_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    reward: float | None = None
+    advantage: float | tuple[float, ...] | None = None
+    old_logprobs: tuple[float, ...] | None = None
+    ref_logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """One prompt with its responses; ``source`` says where it came from, for messages."""
+
+    prompt_ids: tuple[int, ...]
+    responses: tuple[Response, ...]
+    source: str
+
+
+def require_trainable(groups: Sequence[Group]) -> None:
+    """Refuse a batch in which no response has a token that carries loss.
+
+    Raises:
+        UsageError: there is no trainable token in any group.
+    """
+    if any(any(response.mask) for group in groups for response in group.responses):
+        return
+    num_responses = sum(len(group.responses) for group in groups)
+    num_tokens = sum(len(response.token_ids) for group in groups for response in group.responses)
+    first = f", the first being {groups[0].source}" if groups else ""
+    raise UsageError(
+        f"nothing to train on: {len(groups)} groups with {num_responses} responses of {num_tokens} tokens in all"
+        f"{first}, and none of the tokens carries loss; give a response that is not empty and not fully masked"
+    )
+
+
+def group_record(group: Group) -> dict[str, Any]:
+    """Return the JSON object that :func:`parse_group` turns back into ``group``, with every number kept exactly."""
+    record: dict[str, Any] = {
+        "prompt": list(group.prompt_ids),
+        "responses": [list(response.token_ids) for response in group.responses],
+        "response_masks": [[int(bit) for bit in response.mask] for response in group.responses],
+    }
+    columns: dict[str, list[Any]] = {
+        "rewards": [response.reward for response in group.responses],
+        "advantages": [response.advantage for response in group.responses],
+        "old_logprobs": [response.old_logprobs for response in group.responses],
+        "ref_logprobs": [response.ref_logprobs for response in group.responses],
+    }
+    for key, column in columns.items():
+        if any(entry is not None for entry in column):
+            record[key] = [list(entry) if isinstance(entry, tuple) else entry for entry in column]
+    return record
