@@ -111,7 +111,7 @@ def _run_plan(
         )
     finally:
         progress.close()
-    comparison = plan.hooks["compare"](outcome) if "compare" in plan.hooks else {}
+    comparison = plan.hooks["compare"]() if "compare" in plan.hooks else {}
     data = {**planned.as_dict(), **outcome.as_dict(), "run": str(run)}
     if comparison:
         data["comparison"] = {key: value for key, value in comparison.items() if key != "lines"}

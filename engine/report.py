@@ -75,7 +75,7 @@ def describe_outcome(forecast: Forecast, outcome: Outcome, run: str, comparison:
         f"took {format_seconds(outcome.wall_s)}; resident memory of the process at most "
         f"{format_bytes(outcome.rss_bytes)}",
         *([f"checkpoint: {outcome.results['checkpoint']}"] if outcome.results.get("checkpoint") else []),
-        f"run: {run}",
+        f"run: {run} (metrics in results/metrics.jsonl)",
     ]
     return "\n".join(lines)
 

@@ -128,6 +128,11 @@ def find_policy(policy: str | Path | PreTrainedConfig) -> PolicySource:
     path = Path(policy).expanduser()
     if path.suffix == ".json":
         return PolicySource(name=str(policy), config=_read_config_file(path), location=None)
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise UsageError(
+            f"policy {str(policy)!r} is a PEFT adapter, which is not trained here; merge it into its base model "
+            "(merge_and_unload, save_pretrained) and give that directory"
+        )
     if path.exists() and not (path / "config.json").is_file():
         raise UsageError(f"policy {str(policy)!r}: {path} has no config.json; give a Hugging Face checkpoint directory")
     try:

@@ -77,14 +77,13 @@ def quickstart(
     return plan
 
 
-def _compare(
-    policy: PolicySource, groups: tuple[Group, ...], settings: GrpoSettings, outcome: object
-) -> dict[str, object]:
+def _compare(policy: PolicySource, groups: tuple[Group, ...], settings: GrpoSettings) -> dict[str, object]:
     nbytes = dense_peak_bytes(policy, groups, settings)
+    verdict = "would break" if nbytes > DEVICE_BUDGET_BYTES else "would fit"
     return {
         "dense_peak_bytes": nbytes,
         "lines": [
-            f"dense autograd of the same work (layers checkpointed, one sequence at a time, no optimizer) measured "
-            f"{format_bytes(nbytes)} of device"
+            f"dense autograd of the same work (layers checkpointed, one sequence at a time, no optimizer): measured "
+            f"{format_bytes(nbytes)} of device, {verdict} a budget of {format_bytes(DEVICE_BUDGET_BYTES)}"
         ],
     }
