@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all lint types format check package clean
+.PHONY: help setup quickstart test test-all bench lint types format check package clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F '\t' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ test: $(INSTALLED)  ## all tests but the slow ones; those that need a GPU skip t
 
 test-all: $(INSTALLED)  ## every test
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+bench: $(INSTALLED)  ## one step against dense autograd: device bytes and time (minutes)
+	$(BIN)/python tests/benchmarks/step_against_dense.py
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

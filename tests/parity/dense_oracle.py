@@ -2,7 +2,8 @@
 
 Nothing here is shared with the engine's way to a gradient, nor with ``stages.dense`` and ``stages.losses``: every
 response is run with its prompt through Hugging Face's own forward under a stock attention, all log-probabilities stay
-in one graph, the loss is plain loops over responses, and there is one backward. Float64 throughout.
+in one graph, the loss is plain loops over responses, and there is one backward. Float64 unless another dtype is asked
+for, with log-probabilities in float32 where that is wider than the dtype.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class Scored:
     entropies: torch.Tensor
 
 
-def load(policy: Path, attention: str) -> Any:
-    """Return Hugging Face's model in float64."""
-    with lifted_casts(torch.float64):
-        return AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64, attn_implementation=attention).eval()
+def load(policy: Path, attention: str, dtype: torch.dtype = torch.float64) -> Any:
+    """Return Hugging Face's model in ``dtype``."""
+    with lifted_casts(dtype):
+        return AutoModelForCausalLM.from_pretrained(policy, dtype=dtype, attn_implementation=attention).eval()
 
 
 def score(hf: Any, group: Group, response: Response, temperature: float, *, stop_prompt: bool = False) -> Scored:
@@ -50,14 +51,15 @@ def score(hf: Any, group: Group, response: Response, temperature: float, *, stop
     The prompt's last token opens the response, so its own keys and values keep their graph.
     """
     prompt, ids = list(group.prompt_ids), list(response.token_ids)
-    with lifted_casts(torch.float64):
+    with lifted_casts(hf.dtype):
         if not stop_prompt or len(prompt) == 1:
-            logits = hf(torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            rows = hf(torch.tensor([prompt + ids]), use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1]
         else:
             with torch.no_grad():
                 cache = hf(torch.tensor([prompt[:-1]]), use_cache=True).cache
-            logits = hf(torch.tensor([prompt[-1:] + ids]), cache=cache, use_cache=True).logits[0, :-1]
-        table = torch.log_softmax(logits / temperature, -1)
+            rows = hf(torch.tensor([prompt[-1:] + ids]), cache=cache, use_cache=True).logits[0, :-1]
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        table = torch.log_softmax(rows.to(wide) / temperature, -1)
         chosen = table.gather(1, torch.tensor(ids, dtype=torch.int64)[:, None])[:, 0]
         return Scored(response=response, logprobs=chosen, entropies=-(table.exp() * table).sum(-1))
 
@@ -69,10 +71,11 @@ def gradient(
     temperature: float,
     *,
     attention: str = "eager",
+    dtype: torch.dtype = torch.float64,
     stop_prompt: bool = False,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss of a step and the gradient of every parameter."""
-    hf = load(policy, attention)
+    hf = load(policy, attention, dtype)
     scored = [
         (score(hf, group, response, temperature, stop_prompt=stop_prompt), advantage)
         for group in groups
@@ -107,7 +110,7 @@ def step_loss(scored: Sequence[tuple[Scored, list[float]]], config: LossConfig) 
     aggregation = config.aggregation or STOCK_AGGREGATION[config.loss]
     longest = config.max_response_tokens or max(len(item.response.token_ids) for item, _ in scored)
     all_tokens = sum(sum(item.response.mask) for item, _ in scored)
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=scored[0][0].logprobs.dtype)
     for item, advantage in scored:
         kept = [position for position, trainable in enumerate(item.response.mask) if trainable]
         if not kept:
@@ -130,11 +133,11 @@ def step_loss(scored: Sequence[tuple[Scored, list[float]]], config: LossConfig) 
 def token_losses(item: Scored, kept: list[int], advantage: list[float], config: LossConfig) -> torch.Tensor:
     """Return what each trainable token of a response adds to the loss, before aggregation."""
     logp = item.logprobs[kept]
-    old = logp.detach() if item.response.old_logprobs is None else _pick(item.response.old_logprobs, kept)
+    old = logp.detach() if item.response.old_logprobs is None else _pick(item.response.old_logprobs, kept, logp)
     ratio = torch.exp(logp - old)
     if config.loss == "gspo":
         ratio = torch.exp((logp - old).mean()).expand(len(kept))
-    a = _pick(advantage, kept)
+    a = _pick(advantage, kept, logp)
     high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
     clipped = torch.clip(ratio, 1 - config.epsilon, high)
     if config.loss == "cispo":
@@ -144,10 +147,10 @@ def token_losses(item: Scored, kept: list[int], advantage: list[float], config: 
         term = torch.minimum(capped * a, clipped * a)
     loss = -term - config.entropy_bonus * item.entropies[kept]
     if config.beta and item.response.ref_logprobs is not None:
-        d = logp - _pick(item.response.ref_logprobs, kept)
+        d = logp - _pick(item.response.ref_logprobs, kept, logp)
         loss = loss + config.beta * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[config.kl or "k3"]
     return loss
 
 
-def _pick(values: Sequence[float], kept: list[int]) -> torch.Tensor:
-    return torch.tensor([values[position] for position in kept], dtype=torch.float64)
+def _pick(values: Sequence[float], kept: list[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([values[position] for position in kept], dtype=like.dtype)

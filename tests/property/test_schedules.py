@@ -100,7 +100,11 @@ def random_streams(rng: random.Random, names: list[str], plan: Plan, *, updates:
 
 
 def random_stage(rng: random.Random, plan: Plan, stories: list[Story], name: str) -> Stage:
-    reads, writes, updates, streamed_in, streamed_out = [], [], [], [], []
+    reads: list[str] = []
+    writes: list[str] = []
+    updates: list[str] = []
+    streamed_in: list[str] = []
+    streamed_out: list[str] = []
     for story in rng.sample(stories, min(len(stories), rng.randint(1, 4))):
         value, was_born = story.value, story.born
         streams = story.paged and (Tier.DEVICE not in value.tiers or rng.random() < 0.7)
@@ -245,7 +249,7 @@ def exceeds(peak: dict[Tier, int], budget: Budget) -> list[Tier]:
 
 
 @given(data=st.data(), plan=random_plans())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_no_schedule_ever_has_more_bytes_on_a_tier_than_its_budget(data: st.DataObject, plan: Plan) -> None:
     budget = data.draw(budgets(plan))
     schedule = scheduled(plan, budget)
@@ -255,7 +259,7 @@ def test_no_schedule_ever_has_more_bytes_on_a_tier_than_its_budget(data: st.Data
 
 
 @given(data=st.data(), plan=random_plans())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_every_value_is_created_before_its_stages_and_dropped_exactly_once_unless_it_is_kept(
     data: st.DataObject, plan: Plan
 ) -> None:
@@ -271,7 +275,7 @@ def test_every_value_is_created_before_its_stages_and_dropped_exactly_once_unles
 
 
 @given(data=st.data(), plan=random_plans())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_the_simulator_reaches_the_peaks_that_the_schedule_states_and_brute_force_counts(
     data: st.DataObject, plan: Plan
 ) -> None:
@@ -286,7 +290,7 @@ def test_the_simulator_reaches_the_peaks_that_the_schedule_states_and_brute_forc
 
 
 @given(data=st.data(), plan=random_plans())
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_a_host_buffer_is_reserved_exactly_where_the_disk_is_used(data: st.DataObject, plan: Plan) -> None:
     schedule = scheduled(plan, data.draw(budgets(plan)))
     assume(schedule is not None)
@@ -306,7 +310,7 @@ def test_a_host_buffer_is_reserved_exactly_where_the_disk_is_used(data: st.DataO
 
 
 @given(data=st.data(), plan=random_plans())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_no_schedule_stays_below_the_device_floor(data: st.DataObject, plan: Plan) -> None:
     floor, binding = device_floor(plan)
     schedule = scheduled(plan, data.draw(budgets(plan)))
@@ -319,7 +323,7 @@ def test_no_schedule_stays_below_the_device_floor(data: st.DataObject, plan: Pla
 
 
 @given(plan=random_plans())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_exactly_the_device_floor_is_enough_where_host_and_disk_have_room(plan: Plan) -> None:
     floor, _ = device_floor(plan)
     budget = Budget(device_bytes=floor, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
@@ -327,7 +331,7 @@ def test_exactly_the_device_floor_is_enough_where_host_and_disk_have_room(plan: 
 
 
 @given(data=st.data(), plan=random_plans())
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_more_device_bytes_never_refuse_what_fewer_accepted_where_host_and_disk_have_room(
     data: st.DataObject, plan: Plan
 ) -> None:
@@ -339,7 +343,7 @@ def test_more_device_bytes_never_refuse_what_fewer_accepted_where_host_and_disk_
 
 
 @given(data=st.data(), plan=random_plans())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_a_bigger_budget_never_refuses_what_a_smaller_one_accepted(data: st.DataObject, plan: Plan) -> None:
     budget = data.draw(budgets(plan))
     schedule = scheduled(plan, budget)
@@ -354,7 +358,7 @@ def test_a_bigger_budget_never_refuses_what_a_smaller_one_accepted(data: st.Data
 
 
 @given(data=st.data(), plan=random_plans())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_the_same_plan_and_budget_give_the_same_schedule(data: st.DataObject, plan: Plan) -> None:
     budget = data.draw(budgets(plan))
     assert scheduled(plan, budget) == scheduled(plan, budget)
@@ -456,6 +460,7 @@ def placements(data: st.DataObject, plan: Plan) -> list[tuple[Budget, Schedule]]
     """Budgets that put the plan on the device, on the host, on the disk, and somewhere between."""
     floor, staging = device_floor(plan)[0], staging_need(plan)
     tried = [
+        unlimited(),
         Budget(device_bytes=floor, host_bytes=UNLIMITED_BYTES, disk_bytes=0),
         Budget(device_bytes=floor, host_bytes=staging, disk_bytes=UNLIMITED_BYTES),
         data.draw(budgets(plan)),
@@ -464,7 +469,7 @@ def placements(data: st.DataObject, plan: Plan) -> list[tuple[Budget, Schedule]]
 
 
 @given(data=st.data(), plan=random_plans(most_stages=16))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_budget_and_placement_change_no_bit_and_measured_peaks_are_the_planned_ones(
     data: st.DataObject, plan: Plan
 ) -> None:
@@ -478,7 +483,7 @@ def test_budget_and_placement_change_no_bit_and_measured_peaks_are_the_planned_o
 
 
 @given(plan=random_plans(most_stages=16))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_the_disk_never_holds_more_than_was_planned_for_it(plan: Plan) -> None:
     budget = Budget(device_bytes=device_floor(plan)[0], host_bytes=staging_need(plan), disk_bytes=UNLIMITED_BYTES)
     schedule = scheduled(plan, budget)
@@ -497,7 +502,7 @@ def finishes(plan: Plan, schedule: Schedule, budget: Budget, machine: Machine) -
 
 
 @given(data=st.data(), plan=random_plans(most_stages=8))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_the_runtime_finishes_exactly_the_schedules_that_the_simulator_accepts(data: st.DataObject, plan: Plan) -> None:
     schedule = make_schedule(plan, data.draw(st.sampled_from(placements(data, plan)))[0])
     peak = schedule.peak_bytes

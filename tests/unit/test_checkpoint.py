@@ -134,7 +134,9 @@ def test_gradients_are_saved_under_the_names_of_parameters_in_float32_or_wider(
     policy = save_policy(tmp_path / "policy", tiny_config("qwen2", tie_word_embeddings=tied))
     done = step(policy, tmp_path / "run", dtype)
     parameters = dict(AutoModelForCausalLM.from_pretrained(policy).named_parameters())
-    assert {name: tensor.shape for name, tensor in done.gradients.items()} == {n: p.shape for n, p in parameters.items()}
+    assert {name: tensor.shape for name, tensor in done.gradients.items()} == {
+        n: p.shape for n, p in parameters.items()
+    }
     assert {tensor.dtype for tensor in done.gradients.values()} == {kept}
     saved = load_file(done.run.with_name("run.gradients.safetensors"))
     assert all(tensor.abs().max() > 0 for tensor in saved.values())

@@ -1,0 +1,147 @@
+"""The planner: it pulls one lever at a time until the plan fits, and a refusal carries the smallest figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from engine.budget import UNLIMITED_BYTES, Budget, Tier, unlimited
+from engine.errors import DoesNotFitError
+from engine.hardware import PROFILES
+from engine.plan import Choices, Plan, Stage, TensorSpec, Value
+from engine.planner import Forecast, forecast
+
+CPU = PROFILES["cpu"]
+REST_BYTES = 100
+
+
+def nothing(context: Any) -> None:
+    """Stand in for a stage's work."""
+
+
+@dataclass
+class Halving:
+    """Two stages whose workspaces follow the choices ``rows`` and ``columns``; a lever halves one of them."""
+
+    pulled: list[str] = field(default_factory=list)
+
+    def first(self) -> Choices:
+        return {"rows": 8, "columns": 8}
+
+    def smallest(self) -> Choices:
+        return {"rows": 1, "columns": 1}
+
+    def leaner(self, choices: Choices, binding_stage: Stage) -> Choices | None:
+        self.pulled.append(binding_stage.name)
+        name = binding_stage.name
+        return {**choices, name: choices[name] // 2} if choices[name] > 1 else None
+
+    def lower(self, choices: Choices) -> Plan:
+        plan = Plan(name="halving", choices=choices, space=self)
+        kept = TensorSpec(shape=(REST_BYTES,), dtype="uint8")
+        plan.value(Value(name="rest", tensors={"t": kept}, tiers=(Tier.DEVICE,)))
+        for index, (name, number) in enumerate(choices.items()):
+            uses = {"writes" if index == 0 else "reads": ("rest",)}
+            plan.add(Stage(name=name, kind="work", run=nothing, workspace_bytes=1000 * number, **uses))  # type: ignore[arg-type]
+        return plan
+
+
+def device(nbytes: int) -> Budget:
+    return Budget(device_bytes=nbytes, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
+
+
+def halving(budget: Budget) -> Forecast:
+    space = Halving()
+    return forecast(space.lower(space.first()), budget, CPU)
+
+
+def refusal(nbytes: int) -> DoesNotFitError:
+    with pytest.raises(DoesNotFitError) as raised:
+        halving(device(nbytes))
+    return raised.value
+
+
+def test_where_everything_fits_the_fastest_choices_are_taken() -> None:
+    assert halving(unlimited()).plan.choices == {"rows": 8, "columns": 8}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "choices"),
+    [
+        (8100, {"rows": 8, "columns": 8}),
+        (8099, {"rows": 4, "columns": 4}),
+        (4100, {"rows": 4, "columns": 4}),
+        (2100, {"rows": 2, "columns": 2}),
+        (1100, {"rows": 1, "columns": 1}),
+    ],
+)
+def test_a_budget_missed_by_a_byte_pulls_the_next_lever_of_the_binding_stage(
+    nbytes: int, choices: dict[str, int]
+) -> None:
+    found = halving(device(nbytes))
+    assert found.plan.choices == choices
+    assert found.peak_bytes[Tier.DEVICE] <= nbytes
+
+
+def test_the_smallest_device_bytes_are_those_of_the_smallest_choices_whatever_was_chosen() -> None:
+    for nbytes in (1100, 5000, UNLIMITED_BYTES):
+        assert halving(device(nbytes)).smallest_device_bytes == 1100
+
+
+def test_a_byte_below_the_smallest_is_refused_with_stage_need_and_remedy() -> None:
+    error = refusal(1099)
+    assert error.exit_code == 3
+    assert str(error) == (
+        "does not fit: stage rows needs 1.07 KiB (1100 bytes) on the device at the smallest choices, the budget has "
+        "1.07 KiB (1099 bytes); give --budget device=1100 or more, or a smaller plan"
+    )
+    assert error.report == {
+        "feasible": False,
+        "budget_bytes": {"device": 1099, "host": UNLIMITED_BYTES, "disk": UNLIMITED_BYTES},
+        "binding_stage": "rows",
+        "smallest_device_bytes": 1100,
+        "num_stages": 2,
+        "choices": {"rows": 1, "columns": 1},
+    }
+
+
+def spilling_plan() -> Plan:
+    """A Value of 100 bytes that has to make room for a workspace of 100 bytes."""
+    plan = Plan(name="spilling")
+    spec = TensorSpec(shape=(100,), dtype="uint8")
+    plan.value(Value(name="v", tensors={"t": spec}))
+    plan.add(Stage(name="write", kind="work", run=nothing, writes=("v",)))
+    plan.add(Stage(name="work", kind="work", run=nothing, workspace_bytes=100))
+    plan.add(Stage(name="read", kind="work", run=nothing, reads=("v",)))
+    return plan
+
+
+def test_a_plan_that_fits_the_device_but_neither_host_nor_disk_is_refused_with_a_report_too() -> None:
+    with pytest.raises(DoesNotFitError, match=r"v \(100 B\) has to leave the device and fits nowhere") as raised:
+        forecast(spilling_plan(), Budget(device_bytes=150, host_bytes=99, disk_bytes=99), CPU)
+    assert raised.value.report["feasible"] is False
+    assert raised.value.report["smallest_device_bytes"] == 100
+
+
+def test_a_forecast_has_every_key_of_simulate_as_plain_data() -> None:
+    data = forecast(spilling_plan(), device(150), CPU).as_dict()
+    assert data == {
+        "feasible": True,
+        "budget_bytes": {"device": 150, "host": UNLIMITED_BYTES, "disk": UNLIMITED_BYTES},
+        "peak_bytes": {"device": 100, "host": 100, "disk": 0},
+        "workers": [{"peak_bytes": {"device": 100, "host": 100, "disk": 0}, "busy_s": 0.0, "span": None}],
+        "binding_stage": "write",
+        "smallest_device_bytes": 100,
+        "makespan_s": pytest.approx(200 / CPU.host_link_bytes_per_s),
+        "moved_bytes": {"device->host": 100, "host->device": 100},
+        "num_stages": 3,
+        "choices": {},
+        "notes": [],
+    }
+
+
+def test_a_plan_without_a_space_is_scheduled_as_it_is() -> None:
+    plan = spilling_plan()
+    assert forecast(plan, unlimited(), CPU).plan is plan

@@ -1,0 +1,217 @@
+"""Schedules of small plans, instruction by instruction: what goes where, what leaves first, what a refusal says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.budget import UNLIMITED_BYTES, Budget, Tier, unlimited
+from engine.driver import drive
+from engine.errors import DoesNotFitError
+from engine.hardware import HardwareProfile
+from engine.plan import ALL_TIERS, Cost, Plan, Stage, Stream, TensorSpec, Value, ValueKind
+from engine.schedule import (
+    Create,
+    Drop,
+    Instruction,
+    Move,
+    Run,
+    Schedule,
+    counts,
+    device_floor,
+    lifetimes,
+    make_schedule,
+    staging_need,
+)
+from engine.simulated import SimulatedMachine
+
+DEVICE, HOST, DISK = Tier
+SECONDS = HardwareProfile(
+    name="round",
+    flops_per_s=1.0,
+    memory_bytes_per_s=1.0,
+    host_link_bytes_per_s=10.0,
+    disk_bytes_per_s=5.0,
+    kernel_s=1.0,
+)
+
+
+def nothing(context: Any) -> None:
+    """Stand in for a stage's work."""
+
+
+def stage(name: str, **needs: Any) -> Stage:
+    return Stage(name=name, kind="work", run=nothing, **needs)
+
+
+def value(name: str, nbytes: int = 10, tiers: tuple[Tier, ...] = ALL_TIERS, **options: Any) -> Value:
+    spec = TensorSpec(shape=(nbytes,), dtype="uint8")
+    return Value(name=name, tensors={"t": spec}, tiers=tiers, **options)
+
+
+def paged(name: str, **options: Any) -> Value:
+    """Five pieces of two bytes."""
+    spec = TensorSpec(shape=(5, 2), dtype="uint8")
+    return Value(name=name, tensors={"t": spec}, kind=ValueKind.ORDERED, **options)
+
+
+def plan_of(values: list[Value], *stages: Stage) -> Plan:
+    plan = Plan(name="p")
+    for item in values:
+        plan.value(item)
+    for each in stages:
+        plan.add(each)
+    return plan
+
+
+def budget(device: int, host: int = UNLIMITED_BYTES, disk: int = UNLIMITED_BYTES) -> Budget:
+    return Budget(device_bytes=device, host_bytes=host, disk_bytes=disk)
+
+
+def moves(schedule: Schedule) -> list[tuple[str, Tier, Tier]]:
+    return [(item.value, item.source, item.target) for item in schedule.instructions if isinstance(item, Move)]
+
+
+def chain() -> Plan:
+    """Three Values of ten bytes, written in turn and read in the order c, a, b."""
+    return plan_of(
+        [value("a"), value("b"), value("c")],
+        stage("wa", writes=("a",)),
+        stage("wb", writes=("b",)),
+        stage("wc", writes=("c",)),
+        stage("rc", reads=("c",)),
+        stage("ra", reads=("a",)),
+        stage("rb", reads=("b",)),
+    )
+
+
+def test_where_everything_fits_nothing_moves_and_everything_is_dropped_after_its_last_use() -> None:
+    expected: list[Instruction] = []
+    for name in "abc":
+        expected += [
+            Create(value=name, tier=DEVICE),
+            Run(stage=f"w{name}", workspace_bytes=0, buffer_bytes=0),
+        ]
+    for name in "cab":
+        expected += [
+            Run(stage=f"r{name}", workspace_bytes=0, buffer_bytes=0),
+            Drop(value=name, tier=DEVICE),
+        ]
+    schedule = make_schedule(chain(), unlimited())
+    assert list(schedule.instructions) == expected
+    assert schedule.peak_bytes == {DEVICE: 30, HOST: 0, DISK: 0}
+    assert dict(counts(schedule.instructions)) == {"create": 3, "move": 0, "run": 6, "drop": 3}
+
+
+def test_what_is_used_last_leaves_first_and_comes_back_for_its_stage() -> None:
+    assert moves(make_schedule(chain(), budget(20))) == [("b", DEVICE, HOST), ("b", HOST, DEVICE)]
+
+
+def test_what_leaves_goes_to_the_host_while_it_has_room_and_then_to_disk() -> None:
+    schedule = make_schedule(chain(), budget(10, host=11))
+    assert [(name, target) for name, _, target in moves(schedule) if target is not DEVICE] == [("a", HOST), ("b", DISK)]
+    assert schedule.staging_bytes == 1
+    assert schedule.peak_bytes == {DEVICE: 10, HOST: 11, DISK: 10}
+
+
+def test_a_value_that_may_not_go_to_disk_does_not() -> None:
+    plan = chain()
+    plan.values["b"] = value("b", tiers=(DEVICE, HOST))
+    with pytest.raises(DoesNotFitError, match=r"b \(10 B\) has to leave the device and fits nowhere: host has .* free"):
+        make_schedule(plan, budget(10, host=0))
+
+
+def test_a_kept_value_is_never_dropped() -> None:
+    plan = plan_of([value("a", keep=True)], stage("wa", writes=("a",)))
+    assert not any(isinstance(item, Drop) for item in make_schedule(plan, unlimited()).instructions)
+
+
+def test_a_value_with_one_use_is_dropped_right_after_it() -> None:
+    plan = plan_of([value("a"), value("b")], stage("wa", writes=("a",)), stage("wb", writes=("b",)))
+    assert make_schedule(plan, unlimited()).peak_bytes[DEVICE] == 10
+
+
+def test_a_streamed_value_is_born_on_the_device_where_that_pushes_nothing_out_and_needs_no_buffer_there() -> None:
+    stream = Stream(values=("p",), buffer_bytes=2, updates=True)
+    plan = plan_of([paged("p")], stage("a", streams=(stream,), workspace_bytes=5))
+    assert make_schedule(plan, unlimited()).peak_bytes == {DEVICE: 15, HOST: 0, DISK: 0}
+    assert make_schedule(plan, budget(14)).peak_bytes == {DEVICE: 7, HOST: 10, DISK: 0}
+
+
+def test_the_binding_stage_is_the_one_during_which_the_peak_is_reached() -> None:
+    plan = plan_of(
+        [value("a")], stage("wa", writes=("a",)), stage("big", workspace_bytes=50), stage("ra", reads=("a",))
+    )
+    assert make_schedule(plan, unlimited()).binding_stage == "big"
+    assert device_floor(plan)[1].name == "big"
+
+
+def test_the_floor_counts_what_is_pinned_while_it_lives_and_not_what_can_leave() -> None:
+    plan = plan_of(
+        [value("pin", tiers=(DEVICE,)), value("free", nbytes=100)],
+        stage("first", writes=("pin",)),
+        stage("second", writes=("free",), workspace_bytes=1),
+        stage("third", workspace_bytes=95),
+        stage("last", reads=("pin",)),
+        stage("after", workspace_bytes=107),
+        stage("read", reads=("free",)),
+    )
+    nbytes, binding = device_floor(plan)
+    assert (nbytes, binding.name) == (111, "second")
+
+
+def test_a_refusal_names_the_stage_its_bytes_and_the_budget() -> None:
+    plan = plan_of([value("a", tiers=(DEVICE,))], stage("wa", writes=("a",), workspace_bytes=2000))
+    with pytest.raises(DoesNotFitError, match=r"stage wa needs 1\.96 KiB more on the device .*budget is 1\.00 KiB"):
+        make_schedule(plan, budget(1024))
+
+
+def test_the_staging_buffer_is_the_largest_piece_that_can_pass_through_it() -> None:
+    plan = plan_of([value("a", nbytes=7), paged("p"), value("b", nbytes=900, tiers=(DEVICE, HOST))])
+    assert staging_need(plan) == 2
+    assert staging_need(plan_of([value("b", tiers=(DEVICE, HOST))])) == 0
+
+
+def test_lifetimes_are_the_indices_of_the_uses() -> None:
+    plan = chain()
+    assert lifetimes(plan.ordered()) == {"a": [0, 4], "b": [1, 5], "c": [2, 3]}
+
+
+# The simulated machine
+
+
+def test_the_virtual_clock_adds_up_stages_and_transfers() -> None:
+    plan = plan_of(
+        [value("a"), value("b")],
+        stage("wa", writes=("a",), cost=Cost(flops=3.0)),
+        stage("wb", writes=("b",), cost=Cost(flops=2.0, num_kernels=1)),
+        stage("ra", reads=("a",)),
+        stage("rb", reads=("b",)),
+    )
+    machine = SimulatedMachine(plan, SECONDS)
+    drive(plan, make_schedule(plan, budget(10)), budget(10), machine)
+    assert machine.stage_s == {"wa": 3.0, "wb": 3.0, "ra": 0.0, "rb": 0.0}
+    assert machine.moved_bytes == {"device->host": 20, "host->device": 20}
+    assert machine.clock_s == 6.0 + 40 / 10.0
+
+
+def test_a_stream_costs_one_pass_where_it_is_read_two_where_it_is_updated_none_on_the_device() -> None:
+    read, update = (Stream(values=("p",), buffer_bytes=2, updates=updates) for updates in (False, True))
+    plan = plan_of([paged("p")], stage("u", streams=(update,)), stage("r", streams=(read,)))
+    times = {}
+    for name, device, host in (("device", 100, 0), ("host", 2, 100), ("disk", 2, 2)):
+        machine = SimulatedMachine(plan, SECONDS)
+        drive(plan, make_schedule(plan, budget(device, host)), budget(device, host), machine)
+        times[name] = machine.stage_s
+    assert times["device"] == {"u": 0.0, "r": 0.0}
+    assert times["host"] == {"u": 2.0, "r": 1.0}
+    assert times["disk"] == {"u": 6.0, "r": 3.0}
+
+
+def test_a_schedule_over_a_smaller_budget_is_stopped_before_the_instruction_that_would_pass_it() -> None:
+    plan = chain()
+    machine = SimulatedMachine(plan, SECONDS)
+    with pytest.raises(DoesNotFitError, match="b needs 10 B of device, but only 5 B of 15 B are free"):
+        drive(plan, make_schedule(plan, unlimited()), budget(15), machine)
+    assert list(machine.where) == ["a"]
