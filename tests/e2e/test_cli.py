@@ -209,7 +209,7 @@ def test_a_command_line_that_is_none_exits_2_and_writes_nothing(arguments: list[
         (["simulate", *TINY, "--set", "learning"], "--set 'learning': write name=value"),
         (["simulate", *TINY, "--set", "prompt_tokens=1"], "--set prompt_tokens is given twice"),
         (["simulate", *TINY, "--set", "speed=1"], "plan tiny_dense has no such name; it knows family, layers, "),
-        (["simulate", *TINY, "--set", "layers=three"], "--set layers='three': not a whole number"),
+        (["simulate", *TINY, "--set", "seed=three"], "--set seed='three': not a whole number"),
         (["simulate", *TINY, "--set", "dtype=float8"], "dtype='float8' is not known; choose one of float64, "),
         (["simulate", *TINY, "--set", "loss=magic"], "magic"),
         (["simulate", *TINY, "--hardware", "abacus"], "no hardware profile 'abacus'; known: cpu, h100-sxm"),

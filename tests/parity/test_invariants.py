@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from engine.budget import Budget, Tier
 from engine.plan import Plan
-from engine.schedule import device_floor, staging_need
+from engine.schedule import device_floor, make_schedule, staging_need
 from stages import AdamWOptions, Group, GrpoSettings, GrpoSpace, LossConfig, loss_stage, names
 from stages.audit import max_rel_err
 from stages.losses import evaluate_loss
@@ -87,6 +87,20 @@ def test_the_tier_that_pages_live_on_changes_no_bit_of_gradient_and_checkpoint(
         assert same_bits(checkpoint_tensors(done[name].checkpoint), checkpoint_tensors(done["device"].checkpoint))
         for key in ("loss", "grad_norm", "metrics"):
             assert done[name].outcome.results[key] == done["device"].outcome.results[key]
+
+
+@pytest.mark.parametrize("room", [0, 1091, 5000])
+def test_a_host_with_room_for_what_can_live_on_no_disk_is_enough_when_the_disk_has_room(
+    room: int, policy: Path
+) -> None:
+    """Pages must not take the place of vectors that can't go to disk."""
+    for seed, responses in enumerate([[12, 30], [4, 30, 12, 1], [30], [1, 12, 12]]):
+        groups = [random_group(seed, 20, responses), random_group(seed, 5, [12])]
+        space = step_space(policy, groups, settings_of(page_tokens=4, fixed={**CHOICES, "chunk_tokens": 4}))
+        plan = space.lower(space.first())
+        tight = budgets_of(plan)["disk"]
+        within = replace(tight, host_bytes=tight.host_bytes + room)
+        assert make_schedule(plan, within).peak_bytes[Tier.HOST] <= within.host_bytes
 
 
 def test_the_same_plan_gives_the_same_bits_again(policy: Path, tmp_path: Path) -> None:

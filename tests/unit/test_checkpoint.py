@@ -55,7 +55,8 @@ def test_from_pretrained_loads_it_with_every_name_and_no_other(family: str, tied
     before, after = checkpoint_tensors(policy), checkpoint_tensors(done.checkpoint)
     assert {name: (t.shape, t.dtype) for name, t in after.items()} == {n: (t.shape, t.dtype) for n, t in before.items()}
 
-    hf, info = AutoModelForCausalLM.from_pretrained(done.checkpoint, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(done.checkpoint, output_loading_info=True)
+    hf, info = loaded
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert same_bits({name: dict(hf.state_dict())[name] for name in after}, after)
     assert type(hf) is type(AutoModelForCausalLM.from_pretrained(policy))

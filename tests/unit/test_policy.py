@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from engine.errors import UsageError
 from models.policy import find_policy
@@ -64,7 +64,7 @@ def test_a_checkpoint_whose_weights_have_other_shapes_is_refused(tmp_path: Path)
     policy = save_policy(tmp_path / "policy", tiny_config())
     config = json.loads((policy / "config.json").read_text())
     (policy / "config.json").write_text(json.dumps({**config, "intermediate_size": 56}))
-    with pytest.raises(UsageError, match="can't be loaded|mlp"):
+    with pytest.raises(UsageError, match="mlp"):
         find_policy(policy).load(torch.float32, seed=0)
 
 
@@ -72,7 +72,12 @@ def test_a_checkpoint_whose_weights_have_other_shapes_is_refused(tmp_path: Path)
 def test_a_configuration_alone_gives_random_weights_that_come_from_the_seed(form: str, tmp_path: Path) -> None:
     config = tiny_config("qwen3")
     config.save_pretrained(tmp_path)
-    source = find_policy({"object": config, "file": tmp_path / "config.json", "directory": tmp_path}[form])
+    forms: dict[str, PreTrainedConfig | Path] = {
+        "object": config,
+        "file": tmp_path / "config.json",
+        "directory": tmp_path,
+    }
+    source = find_policy(forms[form])
     assert source.location is None
     assert source.tokenizer() is None
     first, again, other = (dict(source.load(torch.float32, seed=seed).hf.named_parameters()) for seed in (1, 1, 2))

@@ -1,4 +1,4 @@
-"""A traced model needs the bytes that the real one needs, for any number of pages and of layers, and computes nothing."""
+"""A traced model needs the bytes that the real one needs, for any number of pages and layers, and computes nothing."""
 
 from __future__ import annotations
 

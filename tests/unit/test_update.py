@@ -50,7 +50,7 @@ def torch_step(policy: Path, done: Done, options: AdamWOptions, wide: torch.dtyp
     hf = AutoModelForCausalLM.from_pretrained(policy, dtype=wide)
     for name, parameter in hf.named_parameters():
         parameter.grad = done.gradients[name].clone()
-    norm = math.sqrt(sum(parameter.grad.double().square().sum().item() for parameter in hf.parameters()))
+    norm = math.sqrt(math.fsum(done.gradients[name].double().square().sum().item() for name in done.gradients))
     if options.max_grad_norm:
         norm = clip_grad_norm_(hf.parameters(), options.max_grad_norm, foreach=False).item()
     torch.optim.AdamW(
@@ -127,13 +127,13 @@ def test_a_tied_weight_is_updated_once_and_counts_once_in_the_norm(tmp_path: Pat
     assert moved == pytest.approx(1e-2, rel=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_step_before_any_weight_changes(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_called_that(tmp_path: Path) -> None:
     policy = policy_of(tmp_path, torch.float32)
     hf = AutoModelForCausalLM.from_pretrained(policy)
     with torch.no_grad():
         hf.model.norm.weight[0] = math.inf
     hf.save_pretrained(policy)
-    with pytest.raises((StageFailedError, UsageError), match="finite|nan"):
+    with pytest.raises((StageFailedError, UsageError), match="not finite"):
         step(policy, tmp_path / "run", torch.float32, AdamWOptions())
 
 
