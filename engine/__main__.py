@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-if sys.path and sys.path[0] in ("", os.getcwd()):
+if __name__ == "__main__" and sys.path and sys.path[0] in ("", os.getcwd()):
     del sys.path[0]  # python -m puts the current folder first, where a folder named models/ would shadow ours
 
 import argparse
@@ -38,12 +38,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print one JSON object on standard output")
         return command
 
-    def add_budget(command: argparse.ArgumentParser) -> None:
+    def add_budget(command: argparse.ArgumentParser, *, times: bool = True) -> None:
         command.add_argument(
             "--budget", metavar="device=8GiB,host=32GiB,disk=200GiB",
             help="bytes per tier; a tier that is not named keeps its default",
         )  # fmt: skip
-        command.add_argument("--hardware", metavar="NAME|FILE", default="cpu", help="hardware profile for times")
+        if times:
+            command.add_argument("--hardware", metavar="NAME|FILE", default="cpu", help="hardware profile for times")
 
     execute = add("execute", "run a plan in a new run directory")
     add_budget(execute)
@@ -52,9 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     simulate = add("simulate", "say what a plan would need and take, without running it")
     add_budget(simulate)
     audit = add("audit", "compare the planned gradient with dense autograd")
-    add_budget(audit)
-    show = add("show", "print the stages of a plan, or what a run directory holds")
-    show.add_argument("--budget", help=argparse.SUPPRESS)
+    add_budget(audit, times=False)
+    add("show", "print the stages of a plan, or what a run directory holds")
     resume = add("resume", "finish an interrupted run", plan=False)
     resume.add_argument("run", metavar="DIR", help="the run directory")
     return parser

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,17 @@ OUT_OF_TOLERANCE = 1
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run one command; errors made on purpose become a message on standard error and their exit code."""
+    arguments.out = sys.stdout
     try:
-        return _COMMANDS[arguments.command](arguments)
+        # With --json standard output holds one object; what plans and stages print goes to standard error.
+        with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+            return _COMMANDS[arguments.command](arguments)
     except KeyboardInterrupt:
         print("engine: interrupted; what was committed is kept, engine resume DIR goes on", file=sys.stderr)
         return INTERRUPTED
     except EngineError as error:
         if arguments.json and isinstance(error, DoesNotFitError):
-            print(json.dumps({**error.report, "feasible": False, "error": str(error)}))
+            print(json.dumps({**error.report, "feasible": False, "error": str(error)}), file=arguments.out)
         print(f"engine: error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
@@ -37,8 +41,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         return StageFailedError.exit_code
 
 
-def _emit(arguments: argparse.Namespace, data: Mapping[str, object], text: str) -> None:
-    print(json.dumps(data, default=str) if arguments.json else text)
+def _emit(arguments: argparse.Namespace, data: Mapping[str, object], text: Callable[[], str]) -> None:
+    print(json.dumps(data, default=str) if arguments.json else text(), file=arguments.out)
 
 
 def _load(arguments: argparse.Namespace) -> tuple[Plan, bytes]:
@@ -53,14 +57,15 @@ def _budget(arguments: argparse.Namespace, plan: Plan, directory: Path) -> Budge
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from engine.hardware import load_profile
-    from engine.planner import forecast
-    from engine.report import describe_forecast
 
     profile = load_profile(arguments.hardware)
     parse_budget(arguments.budget, default_budget(Path()))  # a typing mistake is told before anything slow
     plan, _ = _load(arguments)
+    from engine.planner import forecast
+    from engine.report import describe_forecast  # torch comes with it
+
     result = forecast(plan, _budget(arguments, plan, Path()), profile)
-    _emit(arguments, result.as_dict(), describe_forecast(result))
+    _emit(arguments, result.as_dict(), lambda: describe_forecast(result))
     return 0
 
 
@@ -72,7 +77,13 @@ def _execute(arguments: argparse.Namespace) -> int:
     _refuse_full_directory(run)
     plan, source = _load(arguments)
     wanted = {"gradients": arguments.save_gradients} if arguments.save_gradients else {}
-    recipe = {"plan": arguments.plan, "set": arguments.settings, "budget": arguments.budget, "cwd": os.getcwd()}
+    recipe = {
+        "plan": arguments.plan,
+        "set": arguments.settings,
+        "hardware": arguments.hardware,
+        "wanted": wanted,
+        "cwd": os.getcwd(),
+    }
     return _run_plan(arguments, plan, source, run, wanted, recipe)
 
 
@@ -115,27 +126,27 @@ def _run_plan(
     data = {**planned.as_dict(), **outcome.as_dict(), "run": str(run)}
     if comparison:
         data["comparison"] = {key: value for key, value in comparison.items() if key != "lines"}
-    _emit(arguments, data, describe_outcome(planned, outcome, str(run), comparison))
+    _emit(arguments, data, lambda: describe_outcome(planned, outcome, str(run), comparison))
     return 0
 
 
 def _audit(arguments: argparse.Namespace) -> int:
+    plan, _ = _load(arguments)
     from engine.report import describe_audit
 
-    plan, _ = _load(arguments)
     if "audit" not in plan.hooks:
         raise UsageError(f"plan {plan.name!r} can't be audited: it registers no audit")
     report = plan.hooks["audit"](_budget(arguments, plan, Path()))
-    _emit(arguments, report, describe_audit(report))
+    _emit(arguments, report, lambda: describe_audit(report))
     return 0 if report["passed"] else OUT_OF_TOLERANCE
 
 
 def _show(arguments: argparse.Namespace) -> int:
     if Path(arguments.plan).is_dir():
         return _show_run(arguments)
+    plan, _ = _load(arguments)
     from engine.report import describe_plan
 
-    plan, _ = _load(arguments)
     stages = plan.ordered()
     data = {
         "plan": plan.name,
@@ -143,7 +154,7 @@ def _show(arguments: argparse.Namespace) -> int:
         "stages": [stage.name for stage in stages],
         "edges": [[before, after] for before, after in plan.graph().edges],
     }
-    _emit(arguments, data, describe_plan(plan))
+    _emit(arguments, data, lambda: describe_plan(plan))
     return 0
 
 
@@ -153,6 +164,8 @@ def _show_run(arguments: argparse.Namespace) -> int:
 
     records, _ = read_journal(RunDirectory.open(Path(arguments.plan)).journal_path)
     plans = [record for record in records if isinstance(record, PlanRecord)]
+    if plans:  # a resumed step began again: what came before does not count
+        records = records[len(records) - 1 - records[::-1].index(plans[-1]) :]
     commits = [record for record in records if isinstance(record, StageCommit)]
     finished = [record for record in records if isinstance(record, RunFinished)]
     data: dict[str, object] = {
@@ -166,7 +179,7 @@ def _show_run(arguments: argparse.Namespace) -> int:
         f"run of plan {data['plan']}: {'finished' if finished else 'not finished, engine resume goes on'}",
         *(f"  {record.stage}: {record.wall_s:.3f} s" for record in commits),
     ]
-    _emit(arguments, data, "\n".join(lines))
+    _emit(arguments, data, lambda: "\n".join(lines))
     return 0
 
 
@@ -174,7 +187,6 @@ def _resume(arguments: argparse.Namespace) -> int:
     """Run an unfinished step again from its beginning, in the same directory; a finished one is left alone."""
     from engine.journal import PlanRecord, RunFinished, read_journal
     from engine.run import RunDirectory
-    from engine.runtime import plan_fingerprint
 
     run = Path(arguments.run).absolute()
     directory = RunDirectory.open(run)
@@ -187,17 +199,19 @@ def _resume(arguments: argparse.Namespace) -> int:
     recipe: dict[str, Any] = plans[-1].recipe
     if Path(recipe["cwd"]).is_dir():
         os.chdir(recipe["cwd"])  # relative paths in the settings mean what they meant
-    arguments.plan, arguments.settings, arguments.budget = recipe["plan"], recipe["set"], recipe["budget"]
-    arguments.hardware = "cpu"
+    arguments.plan, arguments.settings, arguments.hardware = recipe["plan"], recipe["set"], recipe["hardware"]
+    if arguments.plan.endswith(".py") and not Path(arguments.plan).is_file():
+        arguments.plan = str(directory.plan_path)  # the original is gone
     plan, source = _load(arguments)
     budget = merge_budget(plans[-1].budget_bytes, default_budget(run))
     arguments.budget = ",".join(f"{tier}={nbytes}" for tier, nbytes in budget.as_dict().items())
-    _check_same(plans[-1], plan, plan_fingerprint)
-    return _run_plan(arguments, plan, source, directory.path, {}, recipe, again=True)
+    _check_same(plans[-1], plan)
+    return _run_plan(arguments, plan, source, directory.path, recipe["wanted"], recipe, again=True)
 
 
-def _check_same(record: Any, plan: Plan, fingerprint: Any) -> None:
+def _check_same(record: Any, plan: Plan) -> None:
     import engine
+    from engine.runtime import plan_fingerprint
 
     if record.code_version != engine.CODE_VERSION:
         raise RunDirectoryError(f"the run was made by version {record.code_version}, this is {engine.CODE_VERSION}")
@@ -205,7 +219,7 @@ def _check_same(record: Any, plan: Plan, fingerprint: Any) -> None:
     if plan.space is not None:
         choices = {name: value for name, value in record.choices.items() if name in plan.space.first()}
         chosen = plan.space.lower(choices)
-    if fingerprint(chosen) != record.fingerprint:
+    if plan_fingerprint(chosen) != record.fingerprint:
         changed = [key for key in record.settings if record.settings[key] != _comparable(chosen.settings.get(key))]
         raise RunDirectoryError(
             f"the plan is not the one that the run was started with: {', '.join(changed) or 'its stages'} differ; "

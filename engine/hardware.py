@@ -71,7 +71,11 @@ def load_profile(name: str) -> HardwareProfile:
     names = {item.name for item in fields(HardwareProfile)}
     if not isinstance(data, dict) or set(data) != names:
         raise UsageError(f"hardware profile {path} must be one JSON object with the fields {', '.join(sorted(names))}")
-    bad = {k: v for k, v in data.items() if k != "name" and not (isinstance(v, int | float) and v > 0)}
+    bad = {
+        k: v
+        for k, v in data.items()
+        if k != "name" and not (isinstance(v, int | float) and not isinstance(v, bool) and v > 0)
+    }
     if bad:
         raise UsageError(f"hardware profile {path}: not positive numbers: {bad}")
     return HardwareProfile(**data)

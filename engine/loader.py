@@ -41,23 +41,38 @@ class PlanFile:
         arguments = self._arguments(settings)
         try:
             plan = self.build(**arguments)
-        except TypeError as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                raise UsageError(f"{self.path}: {self.build.__name__}() can't be called: {error}") from error
+        except EngineError:
             raise
+        except Exception as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call itself
+                raise UsageError(f"{self.path}: {self.build.__name__}() can't be called: {error}") from error
+            line = _line_in(self.path, error)
+            raise UsageError(f"plan {self.path} failed: {type(error).__name__}: {error}{line}") from error
         if not isinstance(plan, Plan):
             raise UsageError(f"{self.path}: {self.build.__name__}() returned {type(plan).__name__}, not a Plan")
         return plan
 
     def _arguments(self, settings: Mapping[str, str]) -> dict[str, object]:
         parameters = inspect.signature(self.build).parameters
-        hints = typing.get_type_hints(self.build)
         unknown = [name for name in settings if name not in parameters]
         if unknown:
             raise UsageError(
                 f"--set {unknown[0]}: plan {self.name} has no such name; it knows {', '.join(parameters) or 'none'}"
             )
-        return {name: _convert(name, text, hints.get(name, str)) for name, text in settings.items()}
+        return {name: _convert(name, text, _hint(self.build, name)) for name, text in settings.items()}
+
+
+def _hint(function: Callable[..., Any], name: str) -> Any:
+    """Return the annotation of an argument as a type; text where there is none."""
+    annotation = inspect.signature(function).parameters[name].annotation
+    if annotation is inspect.Parameter.empty:
+        return str
+    try:
+        return typing.get_type_hints(
+            types.SimpleNamespace(__annotations__={name: annotation}), vars(sys.modules[function.__module__])
+        )[name]
+    except NameError as error:
+        raise UsageError(f"--set {name}: its annotation {annotation!r} can't be read: {error}") from error
 
 
 def parse_settings(items: Sequence[str]) -> dict[str, str]:
@@ -99,8 +114,9 @@ def _shipped(name: str) -> Path:
 
 
 def _import(path: Path) -> types.ModuleType:
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
+    for folder in (Path(__file__).parents[1], path.parent):  # ours first, also where only an import hook finds it
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
     spec = importlib.util.spec_from_file_location(f"plan_file_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is not a Python file; a plan ends in .py")
@@ -155,9 +171,10 @@ def _convert(name: str, text: str, hint: Any) -> object:
             return None
         return _convert_any(name, text, [option for option in options if option is not type(None)])
     if origin is typing.Literal:
-        if text not in options:
-            raise UsageError(f"--set {name}={text!r}: choose one of {', '.join(map(str, options))}")
-        return text
+        by_text = {str(option): option for option in options}
+        if text not in by_text:
+            raise UsageError(f"--set {name}={text!r}: choose one of {', '.join(by_text)}")
+        return by_text[text]
     if hint is bool:
         if text.lower() not in ("true", "false"):
             raise UsageError(f"--set {name}={text!r}: write true or false")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,16 @@ MMAP_THRESHOLD_BYTES = MIB
 _M_MMAP_THRESHOLD = -3
 
 
+class _Entry:
+    """A storage that is counted: where, and with how many bytes."""
+
+    __slots__ = ("nbytes", "storage", "tier")
+
+    def __init__(self, tier: str) -> None:
+        self.tier, self.nbytes = tier, 0
+        self.storage: weakref.ref[torch.UntypedStorage] | None = None
+
+
 class LiveBytes(TorchDispatchMode):
     """Dispatch mode that counts the bytes of live tensor storages per tier, and their peak.
 
@@ -43,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
         self.live: dict[str, int] = {DEVICE: 0, HOST: 0}
         self.peak: dict[str, int] = {DEVICE: 0, HOST: 0}
         self._tier = DEVICE
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._known: dict[int, _Entry] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -59,19 +69,24 @@ class LiveBytes(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        nbytes, tier = storage.nbytes(), self._tier
+        key, nbytes = storage._cdata, storage.nbytes()
+        entry = self._known.get(key)
+        if entry is None:
+            entry = self._known[key] = _Entry(self._tier)
+            entry.storage = weakref.ref(storage, self._forgetter(key, entry))
+        if entry.nbytes != nbytes:  # new, or resized in place
+            self.live[entry.tier] += nbytes - entry.nbytes
+            entry.nbytes = nbytes
+            self.peak[entry.tier] = max(self.peak[entry.tier], self.live[entry.tier])
+
+    def _forgetter(self, key: int, entry: _Entry) -> Callable[[object], None]:
         live, known = self.live, self._known
 
         def forget(_: object) -> None:
-            live[tier] -= nbytes
+            live[entry.tier] -= entry.nbytes
             known.pop(key, None)
 
-        known[key] = weakref.ref(storage, forget)
-        live[tier] += nbytes
-        self.peak[tier] = max(self.peak[tier], live[tier])
+        return forget
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count ``tensors`` on the device tier, unless they are known."""

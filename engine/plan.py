@@ -46,9 +46,13 @@ class TensorSpec:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
+    def num_pieces(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
     def piece_bytes(self) -> int:
         """Bytes of one slice along the first axis, which is what a stream moves at a time."""
-        return self.nbytes // self.shape[0] if self.shape and self.shape[0] else self.nbytes
+        return self.nbytes // max(1, self.num_pieces)
 
 
 class ValueKind(StrEnum):
@@ -89,11 +93,15 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Values that a stage pages through a buffer. The buffer exists only if one of them is off the device."""
+    """Values that a stage uses piece by piece, from wherever they live.
+
+    Pieces of Values that are off the device pass through one buffer of the largest piece. A stream whose pieces are
+    only written has no use for it (``buffered`` false).
+    """
 
     values: tuple[str, ...]
-    buffer_bytes: int
     updates: bool = False
+    buffered: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +205,13 @@ class Plan:
     stages: dict[str, Stage] = field(default_factory=dict)
 
     def value(self, value: Value) -> Value:
-        """Declare a Value and return it. Raises PlanError if the name is taken."""
+        """Declare a Value and return it. Raises PlanError if the name is taken or the Value can't be kept."""
         if value.name in self.values:
             raise PlanError(f"plan {self.name!r} has two Values named {value.name!r}; give each a name of its own")
+        if value.provided and len(value.tiers) != 1:
+            raise PlanError(f"Value {value.name!r} is provided by its stage, so it lives on one tier: name that one")
+        if not value.tiers or any(size < 1 for spec in value.tensors.values() for size in spec.shape):
+            raise PlanError(f"Value {value.name!r} has no tier, or a tensor without elements: {dict(value.tensors)}")
         self.values[value.name] = value
         return value
 
@@ -210,8 +222,22 @@ class Plan:
         for name in stage.uses():
             if name not in self.values:
                 raise PlanError(f"stage {stage.name!r} uses a Value {name!r} that plan {self.name!r} does not declare")
+        seen = set(stage.resident())
+        for stream in (stream for stream in stage.streams if stream.buffered):
+            if twice := [name for name in stream.values if name in seen]:
+                raise PlanError(
+                    f"stage {stage.name!r} uses {twice[0]!r} in two ways at once; a Value is either resident or in one "
+                    "buffered stream"
+                )
+            seen.update(stream.values)
         self.stages[stage.name] = stage
         return stage
+
+    def buffer_bytes(self, stream: Stream) -> int:
+        """Return the device bytes of a stream's buffer, if it comes to need one: its largest piece."""
+        movable = (self.values[name] for name in stream.values if not self.values[name].pinned)
+        pieces = (spec.piece_bytes for value in movable for spec in value.tensors.values())
+        return max(pieces, default=0) if stream.buffered else 0
 
     def graph(self) -> nx.DiGraph[str]:
         """Return the stages as a networkx graph; an edge means "must run before", ``values`` on it says why."""
@@ -302,7 +328,9 @@ def _canonical(data: object) -> object:
         return [[key, _canonical(data[key])] for key in sorted(data)]
     if isinstance(data, list | tuple):
         return [_canonical(item) for item in data]
-    return data if isinstance(data, str | int | float | bool | bytes | None) else str(data)
+    if isinstance(data, str | int | float | bool | bytes | None):
+        return data
+    raise TypeError(f"only plain data goes into a recipe, not {type(data).__name__}: {data!r}")
 
 
 def recipe_keys(stages: Iterable[Stage], code_version: str) -> dict[str, str]:

@@ -64,20 +64,26 @@ class _Checked:
     budget: Budget
     overall: dict[str, int] = field(default_factory=lambda: {DEVICE: 0, HOST: 0})
     stages: dict[str, tuple[int, int]] = field(default_factory=dict)
+    last_peak: dict[str, int] = field(default_factory=dict)
 
     def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
         self._note_peak()
 
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
-        measured, planned = self.machine.meter.peak[DEVICE], planned_bytes[Tier.DEVICE]
-        self.stages[stage.name] = (planned, measured)
+        peak = self.machine.meter.peak
+        self.stages[stage.name] = (planned_bytes[Tier.DEVICE], peak[DEVICE])
+        self.last_peak = dict(peak)
         self._note_peak()
-        limit = min(planned, self.budget.device_bytes)
-        if measured > limit:
-            raise StageFailedError(
-                f"stage {stage.name} used {format_bytes(measured)} ({measured} bytes) of the device, more than the "
-                f"{format_bytes(limit)} ({limit} bytes) planned for it; the run was stopped"
-            )
+        for tier, measured, limit in (
+            (Tier.DEVICE, peak[DEVICE], min(planned_bytes[Tier.DEVICE], self.budget.device_bytes)),
+            (Tier.HOST, peak[HOST], min(planned_bytes[Tier.HOST], self.budget.host_bytes)),
+            (Tier.DISK, self.machine.disk_peak_bytes, self.budget.disk_bytes),
+        ):
+            if measured > limit:
+                raise StageFailedError(
+                    f"stage {stage.name} used {format_bytes(measured)} ({measured} bytes) of the {tier}, more than the "
+                    f"{format_bytes(limit)} ({limit} bytes) planned for it; the run was stopped"
+                )
 
     def _note_peak(self) -> None:
         meter = self.machine.meter
@@ -91,6 +97,7 @@ class _Journaled:
 
     journal: Journal
     machine: TorchMachine
+    checked: _Checked
     keys: Mapping[str, str]
     started: float = 0.0
 
@@ -103,7 +110,7 @@ class _Journaled:
             stage=stage.name,
             key=self.keys[stage.name],
             checksums=self._checksums(stage),
-            measured_peak_bytes=dict(self.machine.meter.peak),
+            measured_peak_bytes=self.checked.last_peak,
             wall_s=time.monotonic() - self.started,
         )
         self.journal.append(record, sync=stage.kind == "checkpoint")
@@ -214,10 +221,10 @@ def _drive(forecast: Forecast, machine: TorchMachine, journal: Journal, observer
     release_freed_memory()
     keys = recipe_keys(forecast.schedule.stages, engine.CODE_VERSION)
     checked = _Checked(machine=machine, budget=forecast.budget)
-    journaled = _Journaled(journal=journal, machine=machine, keys=keys)
+    journaled = _Journaled(journal=journal, machine=machine, checked=checked, keys=keys)
     started = time.monotonic()
     with machine.meter:
-        drive(forecast.plan, forecast.schedule, forecast.budget, machine, [journaled, checked, *observers])
+        drive(forecast.plan, forecast.schedule, forecast.budget, machine, [checked, journaled, *observers])
     return Outcome(
         results=machine.results,
         measured_peak_bytes={**checked.overall, str(Tier.DISK): machine.disk_peak_bytes},

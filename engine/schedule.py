@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from engine.budget import Budget, Tier
 from engine.errors import DoesNotFitError
 from engine.ledger import Ledger
-from engine.plan import Plan, Stage, Stream, Value
+from engine.plan import Plan, Stage, Value
 from engine.units import format_bytes
 
 
@@ -115,8 +115,10 @@ def device_floor(plan: Plan) -> tuple[int, Stage]:
     """Return the fewest device bytes that any schedule of ``plan`` needs, and the stage that needs them.
 
     Proof: while a stage runs, its resident Values, its workspace, and every live Value that may live on the device
-    only are on the device whatever the schedule does, and so are the buffers of streams unless their Values are
-    there instead, which are no smaller. `make_schedule` reaches the bound, since everything else can leave.
+    only are on the device whatever the schedule does. A stream of Values that may leave needs its buffer, which is
+    its largest piece, or has the Value with that piece there instead, which is no smaller; no Value is in two
+    buffered streams of a stage, or resident and in one. `make_schedule` reaches the bound where host and disk have
+    room, since everything else can leave.
     """
     stages = plan.ordered()
     uses = lifetimes(stages)
@@ -125,7 +127,7 @@ def device_floor(plan: Plan) -> tuple[int, Stage]:
         names = dict.fromkeys(stage.uses())
         pinned += sum(plan.values[n].nbytes for n in names if plan.values[n].pinned and uses[n][0] == index)
         resident = sum(plan.values[n].nbytes for n in dict.fromkeys(stage.resident()) if _takes_device(plan.values[n]))
-        streams = sum(_least_stream_bytes(plan, stream) for stream in stage.streams)
+        streams = sum(plan.buffer_bytes(stream) for stream in stage.streams)
         need = pinned + resident + streams + stage.workspace_bytes
         if need > best:
             best, binding = need, stage
@@ -139,11 +141,6 @@ def device_floor(plan: Plan) -> tuple[int, Stage]:
 
 def _takes_device(value: Value) -> bool:
     return Tier.DEVICE in value.tiers and not value.pinned
-
-
-def _least_stream_bytes(plan: Plan, stream: Stream) -> int:
-    movable = sum(plan.values[name].nbytes for name in stream.values if _takes_device(plan.values[name]))
-    return min(stream.buffer_bytes, movable)
 
 
 def staging_need(plan: Plan) -> int:
@@ -165,9 +162,21 @@ def make_schedule(plan: Plan, budget: Budget) -> Schedule:
         PlanError: the plan is not well formed.
     """
     stages = plan.ordered()
-    schedule = _Scheduler(plan, stages, budget, staging_bytes=0).run()
+    try:
+        return _with_staging(plan, stages, budget, disk_first=False)
+    except DoesNotFitError as error:
+        try:  # the host may have been filled with what could have gone to disk
+            return _with_staging(plan, stages, budget, disk_first=True)
+        except DoesNotFitError:
+            raise error from None
+
+
+def _with_staging(plan: Plan, stages: list[Stage], budget: Budget, *, disk_first: bool) -> Schedule:
+    """Schedule without the host buffer that disk transfers need, and once more with it if the disk is used."""
+    schedule = _Scheduler(plan, stages, budget, staging_bytes=0, disk_first=disk_first).run()
     if any(Tier.DISK in _tiers_of(plan, item) for item in schedule.instructions):
-        schedule = _Scheduler(plan, stages, budget, staging_bytes=staging_need(plan)).run()
+        staging_bytes = staging_need(plan)
+        schedule = _Scheduler(plan, stages, budget, staging_bytes=staging_bytes, disk_first=disk_first).run()
     return schedule
 
 
@@ -181,8 +190,11 @@ def _tiers_of(plan: Plan, instruction: Instruction) -> tuple[Tier, ...]:
 
 
 class _Scheduler:
-    def __init__(self, plan: Plan, stages: list[Stage], budget: Budget, *, staging_bytes: int) -> None:
+    def __init__(
+        self, plan: Plan, stages: list[Stage], budget: Budget, *, staging_bytes: int, disk_first: bool
+    ) -> None:
         self.plan, self.stages = plan, stages
+        self.lower_tiers = (Tier.DISK, Tier.HOST) if disk_first else (Tier.HOST, Tier.DISK)
         self.ledger = Ledger(budget)
         self.uses = lifetimes(stages)
         self.cursor = dict.fromkeys(self.uses, 0)
@@ -223,26 +235,34 @@ class _Scheduler:
     def _prepare(self, index: int, stage: Stage) -> None:
         """Make room for a stage, then bring to the device what it needs there."""
         resident = dict.fromkeys(stage.resident())
-        incoming = [n for n in resident if self.where.get(n) is not Tier.DEVICE and self._belongs_on_device(n)]
         streamed = dict.fromkeys(name for stream in stage.streams for name in stream.values)
-        born = [name for name in streamed if name not in self.where]
+        born = [name for name in streamed if name not in self.where and not self.plan.values[name].pinned]
+        incoming = [name for name in resident if self._belongs_on_device(name) and not self._is_on_device(name)]
+        incoming += [name for name in streamed if name not in self.where and self.plan.values[name].pinned]
         need = stage.workspace_bytes + self._bytes(incoming)
-        everything_stays = all(self.where.get(name, Tier.DEVICE) is Tier.DEVICE for name in streamed)
-        if not (everything_stays and need + self._bytes(born) <= self.ledger.free(Tier.DEVICE)):
-            need += sum(stream.buffer_bytes for stream in stage.streams if self._may_leave(stream))
+        buffers = sum(self.plan.buffer_bytes(stream) for stream in stage.streams)
+        all_stay = all(self._is_on_device(name) or self._may_be_born_there(name) for name in streamed)
+        if not (all_stay and need + self._bytes(born) <= self.ledger.free(Tier.DEVICE)):
+            need += buffers
             self._evict(index, stage, resident, need)
         room = self.ledger.free(Tier.DEVICE) - need
-        for name in (n for n in resident if n not in self.where and n not in incoming):
+        for name in (name for name in resident if name not in self.where and name not in incoming):
             self._create(name, self.plan.values[name].tiers[0])
         for name in born:
             room -= self._place(name, room)
         for name in incoming:
             self._bring(name, stage)
 
+    def _is_on_device(self, name: str) -> bool:
+        return self.where.get(name) is Tier.DEVICE
+
+    def _may_be_born_there(self, name: str) -> bool:
+        return name not in self.where and self._belongs_on_device(name)
+
     def _place(self, name: str, room: int) -> int:
         """Create a streamed Value where there is room; return the device bytes that it took."""
         value = self.plan.values[name]
-        if Tier.DEVICE in value.tiers and (value.nbytes <= room or value.pinned):
+        if Tier.DEVICE in value.tiers and value.nbytes <= room:
             self._create(name, Tier.DEVICE)
             return value.nbytes
         self._create(name, self._lower_tier(value))
@@ -261,8 +281,8 @@ class _Scheduler:
             self._create(name, Tier.DEVICE)
 
     def _run(self, stage: Stage) -> None:
-        off_device = [s for s in stage.streams if any(self.where[n] is not Tier.DEVICE for n in s.values)]
-        buffer_bytes = sum(stream.buffer_bytes for stream in off_device)
+        off_device = [s for s in stage.streams if any(not self._is_on_device(name) for name in s.values)]
+        buffer_bytes = sum(self.plan.buffer_bytes(stream) for stream in off_device)
         self._emit(Run(stage=stage.name, workspace_bytes=stage.workspace_bytes, buffer_bytes=buffer_bytes))
 
     def _finish(self, index: int, stage: Stage) -> None:
@@ -292,7 +312,7 @@ class _Scheduler:
         return uses[cursor] if cursor < len(uses) else len(self.stages)
 
     def _lower_tier(self, value: Value) -> Tier:
-        for tier in (Tier.HOST, Tier.DISK):
+        for tier in self.lower_tiers:
             if tier in value.tiers and value.nbytes <= self.ledger.free(tier):
                 return tier
         tried = ", ".join(
@@ -320,9 +340,6 @@ class _Scheduler:
 
     def _belongs_on_device(self, name: str) -> bool:
         return Tier.DEVICE in self.plan.values[name].tiers
-
-    def _may_leave(self, stream: Stream) -> bool:
-        return any(not self.plan.values[name].pinned for name in stream.values)
 
     def _bytes(self, names: list[str]) -> int:
         return sum(self.plan.values[name].nbytes for name in names)

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from engine.budget import Tier
-from engine.errors import EngineError, StageFailedError
+from engine.errors import EngineError, StageFailedError, UnsupportedModelError
 from engine.memory import LiveBytes
 from engine.plan import Plan, Stage, TensorSpec, Value
 from engine.store import Store
@@ -46,6 +46,11 @@ class Held:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     item: Any = None
     written: set[tuple[str, int]] = field(default_factory=set)  # pieces that exist on disk
+
+
+def _piece(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """Return a slice along the first axis; a tensor without axes is its own only piece."""
+    return tensor[index] if tensor.dim() else tensor
 
 
 def _as_numpy(tensor: torch.Tensor) -> Any:
@@ -92,8 +97,8 @@ class TorchMachine:
         if target is Tier.DISK:
             self._declare(value)
             for key, spec in value.tensors.items():
-                for index in range(spec.shape[0]):
-                    self._to_disk(value.name, key, index, old.tensors[key][index])
+                for index in range(spec.num_pieces):
+                    self._to_disk(value.name, key, index, _piece(old.tensors[key], index))
                     new.written.add((key, index))
         else:
             new.tensors = {key: self._allocate(spec, target) for key, spec in value.tensors.items()}
@@ -101,9 +106,9 @@ class TorchMachine:
                 if source is not Tier.DISK:
                     tensor.copy_(old.tensors[key])
                     continue
-                for index in range(tensor.shape[0]):
+                for index in range(value.tensors[key].num_pieces):
                     if (key, index) in old.written:
-                        tensor[index].copy_(self._from_disk(value.name, key, index, value.tensors[key]))
+                        _piece(tensor, index).copy_(self._from_disk(value.name, key, index, value.tensors[key]))
         self.held[value.name] = new
         if source is Tier.DISK:
             self._forget(value)
@@ -114,8 +119,10 @@ class TorchMachine:
             stage.run(context)
             for tap, path in self.taps.get(stage.name, ()):
                 tap(context, path)
-        except (EngineError, KeyboardInterrupt):
+        except (StageFailedError, UnsupportedModelError):
             raise
+        except EngineError as error:
+            raise StageFailedError(f"stage {stage.name} failed: {error}") from error
         except Exception as error:
             raise StageFailedError(f"stage {stage.name} failed: {type(error).__name__}: {error}") from error
 
@@ -160,7 +167,7 @@ class TorchMachine:
             half = spec.dtype == "bfloat16"
             self._disk().declare(
                 f"{value.name}/{key}",
-                shape=spec.shape,
+                shape=spec.shape or (1,),
                 dtype="uint16" if half else spec.dtype,
                 chunk_shape=(1, *spec.shape[1:]),
                 attributes={"torch_dtype": spec.dtype},
@@ -181,7 +188,10 @@ class TorchMachine:
         if staged.data_ptr() != piece.data_ptr():
             staged.copy_(piece)
         chunk = (index,) + (0,) * (staged.dim())
-        self._disk().write_chunk(f"{name}/{key}", chunk, _as_numpy(staged[None]), replace=True)
+        store, array = self._disk(), f"{name}/{key}"
+        if store.has_chunk(array, chunk):
+            store.remove_chunk(array, chunk)  # old and new side by side would pass the budget by a piece
+        store.write_chunk(array, chunk, _as_numpy(staged[None]))
         self.note_disk()
 
     def _from_disk(self, name: str, key: str, index: int, spec: TensorSpec) -> torch.Tensor:
@@ -200,9 +210,10 @@ class StageContext:
     def __init__(self, machine: TorchMachine, stage: Stage) -> None:
         self._machine, self.stage = machine, stage
         self._stream_of: dict[str, int] = {}
-        for index, stream in enumerate(stage.streams):
-            for name in stream.values:
-                self._stream_of.setdefault(name, index)
+        for buffered in (True, False):
+            for index, stream in enumerate(stage.streams):
+                for name in stream.values if stream.buffered is buffered else ():
+                    self._stream_of.setdefault(name, index)
         self._buffers: dict[int, torch.Tensor] = {}
 
     @property
@@ -254,7 +265,9 @@ class StageContext:
     def _buffer(self, name: str, spec: TensorSpec) -> torch.Tensor:
         index = self._stream_of[name]
         if index not in self._buffers:
-            nbytes = self.stage.streams[index].buffer_bytes
+            nbytes = self._machine.plan.buffer_bytes(self.stage.streams[index])
+            if not nbytes:
+                raise EngineError(f"stage {self.stage.name} reads {name}, but its stream is declared as written only")
             self._buffers[index] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self._buffers[index][: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.shape[1:])
 

@@ -63,8 +63,7 @@ class LossStage:
         given = [vector for vector in (batch.old_logprobs, batch.ref_logprobs) if vector is not None]
         scores = given[0] if given else torch.zeros_like(batch.advantages)
         shapes = [
-            {"logprobs": scores[[place for _, _, place in work.scored]], "entropies": torch.zeros(len(work.scored))}
-            for work in self.works
+            {key: scores[[place for _, _, place in work.scored]] for key in work.score_tensors} for work in self.works
         ]
         with LiveBytes() as meter:
             self._evaluate(shapes, [{key: tensor.clone() for key, tensor in item.items()} for item in shapes])

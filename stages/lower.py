@@ -96,9 +96,9 @@ class Lowering:
             writes = (names.scores(work.name),)
             for name in (names.scores(work.name), names.derivatives(work.name)):
                 self.plan.value(Value(name=name, tensors=work.score_tensors, tiers=VECTOR_TIERS))
-        streams = [Stream(values=_states(work.visible), buffer_bytes=self._largest_piece(_states(work.visible)))]
+        streams = [Stream(values=_states(work.visible))]
         if work.own:
-            streams.append(Stream(values=tuple(c.state for c in work.own), buffer_bytes=0, updates=True))
+            streams.append(Stream(values=tuple(column.state for column in work.own), updates=True, buffered=False))
         self._add(
             Stage(
                 name=f"{'score' if work.scored else 'prefill'} {work.name}",
@@ -123,8 +123,8 @@ class Lowering:
             )
         )
         streams = (
-            Stream(values=states, buffer_bytes=self._largest_piece(states)),
-            Stream(values=cotangents, buffer_bytes=self._largest_piece(cotangents), updates=True),
+            Stream(values=states),
+            Stream(values=cotangents, updates=True),
         )
         tied_head = self.tied_head and work.scored
         self._add(
@@ -154,10 +154,6 @@ class Lowering:
         )
         workspace = self.estimator.workspace_bytes(shape, stage, self.plan)
         self.plan.add(replace(stage, workspace_bytes=workspace))
-
-    def _largest_piece(self, values: Sequence[str]) -> int:
-        tensors = (self.plan.values[name].tensors["kv"] for name in values)
-        return max((spec.piece_bytes for spec in tensors), default=0)
 
     def _config(self, work: ChunkWork) -> dict[str, object]:
         return {

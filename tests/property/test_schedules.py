@@ -88,15 +88,7 @@ def change_or_read(rng: random.Random, story: Story) -> bool:
 
 def random_streams(rng: random.Random, names: list[str], plan: Plan, *, updates: bool) -> list[Stream]:
     groups = [names] if rng.random() < 0.5 else [names[: len(names) // 2], names[len(names) // 2 :]]
-    return [
-        Stream(
-            values=tuple(group),
-            buffer_bytes=max(plan.values[n].tensors["pages"].piece_bytes for n in group) + rng.choice((0, 0, 8, 40)),
-            updates=updates,
-        )
-        for group in groups
-        if group
-    ]
+    return [Stream(values=tuple(group), updates=updates) for group in groups if group]
 
 
 def random_stage(rng: random.Random, plan: Plan, stories: list[Story], name: str) -> Stage:
@@ -228,13 +220,17 @@ class Replay:
         for name in stage.resident():
             assert self.where[name] is Tier.DEVICE, f"{stage.name} does not find {name} on the device"
         buffers = sum(
-            stream.buffer_bytes
+            self._largest_movable_piece(stream.values)
             for stream in stage.streams
             if any(self.where[name] is not Tier.DEVICE for name in stream.values)
         )
         assert (instruction.workspace_bytes, instruction.buffer_bytes) == (stage.workspace_bytes, buffers)
         self.during[stage.name] = self._count({Tier.DEVICE: buffers + stage.workspace_bytes})[Tier.DEVICE]
         self.ran.append(stage.name)
+
+    def _largest_movable_piece(self, names: tuple[str, ...]) -> int:
+        movable = [self.plan.values[name] for name in names if self.plan.values[name].tiers != (Tier.DEVICE,)]
+        return max(value.tensors["pages"].piece_bytes for value in movable)
 
 
 def replay(plan: Plan, schedule: Schedule) -> Replay:
@@ -533,12 +529,10 @@ def page_plan(*stages: Stage, **values: tuple[Tier, ...]) -> Plan:
     return plan
 
 
-def streaming(name: str, *values: str, buffer_bytes: int = 64, beside: str | None = None) -> Stage:
-    """A stage with one stream of ``values``, and a second one of the Value ``beside``."""
-    streams = [Stream(values=values, buffer_bytes=buffer_bytes, updates=True)]
-    if beside is not None:
-        streams.append(Stream(values=(beside,), buffer_bytes=64, updates=True))
-    return Stage(name=name, kind="work", run=touch, streams=tuple(streams), workspace_bytes=SCRATCH_BYTES)
+def streaming(name: str, *values: str) -> Stage:
+    """A stage with one stream of ``values``."""
+    streams = (Stream(values=values, updates=True),)
+    return Stage(name=name, kind="work", run=touch, streams=streams, workspace_bytes=SCRATCH_BYTES)
 
 
 FLOORS: dict[str, tuple[Callable[[], Plan], int]] = {
@@ -553,12 +547,6 @@ FLOORS: dict[str, tuple[Callable[[], Plan], int]] = {
     "pinned after movable": (
         lambda: page_plan(streaming("a", "m"), streaming("b", "p"), streaming("c", "m"), m=ALL_TIERS, p=(Tier.DEVICE,)),
         256 + SCRATCH_BYTES,
-    ),
-    # Keeping a Value takes less than a buffer that is larger than it.
-    "large buffer": (lambda: page_plan(streaming("a", "m", buffer_bytes=4096), m=ALL_TIERS), 256 + SCRATCH_BYTES),
-    "large buffer beside another": (
-        lambda: page_plan(streaming("a", "m", buffer_bytes=4096, beside="n"), m=ALL_TIERS, n=ALL_TIERS),
-        256 + 64 + SCRATCH_BYTES,
     ),
     # What is never on the device always needs its buffer.
     "never on the device": (lambda: page_plan(streaming("a", "m"), m=(Tier.HOST, Tier.DISK)), 64 + SCRATCH_BYTES),

@@ -83,7 +83,7 @@ def test_two_stages_of_one_name_are_refused() -> None:
         {"reads": ("w",)},
         {"writes": ("w",)},
         {"updates": ("w",)},
-        {"streams": (Stream(values=("v", "w"), buffer_bytes=8),)},
+        {"streams": (Stream(values=("v", "w")),)},
     ],
 )
 def test_a_stage_that_uses_a_value_nobody_declared_is_refused_when_it_is_added(needs: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ def test_an_immutable_value_with_two_writers_is_refused_and_both_are_named() -> 
 
 
 def test_a_stream_that_updates_counts_as_a_writer() -> None:
-    stream = Stream(values=("v",), buffer_bytes=8, updates=True)
+    stream = Stream(values=("v",), updates=True)
     plan = plan_of({"v": IMMUTABLE}, stage("a", writes=("v",)), stage("b", streams=(stream,)))
     with pytest.raises(PlanError, match="immutable but is written by a and b"):
         plan.ordered()

@@ -26,7 +26,7 @@ def spilling(budget: Budget) -> Forecast:
     plan.value(
         Value(name="p", tensors={"t": TensorSpec(shape=(4, KIB), dtype="uint8")}, kind=ValueKind.ORDERED, keep=True)
     )
-    stream = Stream(values=("p",), buffer_bytes=KIB, updates=True)
+    stream = Stream(values=("p",), updates=True)
     plan.add(Stage(name="write", kind="work", run=nothing, writes=("v",)))
     plan.add(Stage(name="work", kind="work", run=nothing, streams=(stream,), workspace_bytes=KIB))
     plan.add(Stage(name="read", kind="work", run=nothing, reads=("v",)))

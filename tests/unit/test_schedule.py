@@ -133,7 +133,7 @@ def test_a_value_with_one_use_is_dropped_right_after_it() -> None:
 
 
 def test_a_streamed_value_is_born_on_the_device_where_that_pushes_nothing_out_and_needs_no_buffer_there() -> None:
-    stream = Stream(values=("p",), buffer_bytes=2, updates=True)
+    stream = Stream(values=("p",), updates=True)
     plan = plan_of([paged("p")], stage("a", streams=(stream,), workspace_bytes=5))
     assert make_schedule(plan, unlimited()).peak_bytes == {DEVICE: 15, HOST: 0, DISK: 0}
     assert make_schedule(plan, budget(14)).peak_bytes == {DEVICE: 7, HOST: 10, DISK: 0}
@@ -197,7 +197,7 @@ def test_the_virtual_clock_adds_up_stages_and_transfers() -> None:
 
 
 def test_a_stream_costs_one_pass_where_it_is_read_two_where_it_is_updated_none_on_the_device() -> None:
-    read, update = (Stream(values=("p",), buffer_bytes=2, updates=updates) for updates in (False, True))
+    read, update = (Stream(values=("p",), updates=updates) for updates in (False, True))
     plan = plan_of([paged("p")], stage("u", streams=(update,)), stage("r", streams=(read,)))
     times = {}
     for name, device, host in (("device", 100, 0), ("host", 2, 100), ("disk", 2, 2)):

@@ -37,7 +37,7 @@ def machine_with(tier: Tier, folder: Path, spec: TensorSpec = PAGES) -> tuple[To
     """A machine with one paged Value ``p`` on ``tier``, and the context of a stage that streams it."""
     plan = Plan(name="p")
     value = plan.value(Value(name="p", tensors={"pages": spec}, kind=ValueKind.ORDERED))
-    stream = Stream(values=("p",), buffer_bytes=spec.piece_bytes, updates=True)
+    stream = Stream(values=("p",), updates=True)
     stage = plan.add(Stage(name="s", kind="work", run=lambda context: None, streams=(stream,)))
     machine = TorchMachine(plan, meter=LiveBytes(), store=Store.create(folder / "store"), directory=folder)
     machine.reserve(staging_need(plan))
