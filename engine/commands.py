@@ -29,7 +29,9 @@ def run_command(arguments: argparse.Namespace) -> int:
         with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
             return _COMMANDS[arguments.command](arguments)
     except KeyboardInterrupt:
-        print("engine: interrupted; what was committed is kept, engine resume DIR goes on", file=sys.stderr)
+        run = getattr(arguments, "started_run", None)
+        advice = f"; engine resume {run} finishes the step" if run else ""
+        print(f"engine: interrupted{advice}", file=sys.stderr)
         return INTERRUPTED
     except EngineError as error:
         if arguments.json and isinstance(error, DoesNotFitError):
@@ -116,18 +118,32 @@ def _run_plan(
     for note in plan.notes:
         print(f"note: {note}", file=sys.stderr)
     progress = Progress(len(planned.schedule.stages))
+    arguments.started_run = run
     try:
         outcome = execute(
             planned, run, plan_source=source, wanted=wanted, recipe=recipe, again=again, observers=[progress]
         )
     finally:
         progress.close()
-    comparison = plan.hooks["compare"]() if "compare" in plan.hooks else {}
+    arguments.started_run = None
+    comparison = _compare(plan, planned.budget)
     data = {**planned.as_dict(), **outcome.as_dict(), "run": str(run)}
     if comparison:
         data["comparison"] = {key: value for key, value in comparison.items() if key != "lines"}
     _emit(arguments, data, lambda: describe_outcome(planned, outcome, str(run), comparison))
     return 0
+
+
+def _compare(plan: Plan, budget: Budget) -> Mapping[str, Any]:
+    """Call the plan's comparison, if it has one; to stop it does not undo the run, which is finished."""
+    if "compare" not in plan.hooks:
+        return {}
+    print("measuring the alternative; the run itself is finished", file=sys.stderr)
+    try:
+        found: Mapping[str, Any] = plan.hooks["compare"](budget)
+    except KeyboardInterrupt:
+        return {"lines": ["the comparison was interrupted"]}
+    return found
 
 
 def _audit(arguments: argparse.Namespace) -> int:
@@ -197,15 +213,19 @@ def _resume(arguments: argparse.Namespace) -> int:
     if any(isinstance(record, RunFinished) for record in records):
         raise UsageError(f"{run} is finished; engine show {run} prints its results")
     recipe: dict[str, Any] = plans[-1].recipe
-    if Path(recipe["cwd"]).is_dir():
-        os.chdir(recipe["cwd"])  # relative paths in the settings mean what they meant
+    with contextlib.chdir(recipe["cwd"]) if Path(recipe["cwd"]).is_dir() else contextlib.nullcontext():
+        return _resume_from(arguments, directory, plans[-1])  # where relative paths mean what they meant
+
+
+def _resume_from(arguments: argparse.Namespace, directory: Any, record: Any) -> int:
+    recipe: dict[str, Any] = record.recipe
     arguments.plan, arguments.settings, arguments.hardware = recipe["plan"], recipe["set"], recipe["hardware"]
     if arguments.plan.endswith(".py") and not Path(arguments.plan).is_file():
         arguments.plan = str(directory.plan_path)  # the original is gone
     plan, source = _load(arguments)
-    budget = merge_budget(plans[-1].budget_bytes, default_budget(run))
+    budget = merge_budget(record.budget_bytes, default_budget(directory.path))
     arguments.budget = ",".join(f"{tier}={nbytes}" for tier, nbytes in budget.as_dict().items())
-    _check_same(plans[-1], plan)
+    _check_same(record, plan)
     return _run_plan(arguments, plan, source, directory.path, recipe["wanted"], recipe, again=True)
 
 

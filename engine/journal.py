@@ -73,18 +73,17 @@ class StageIntent:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCommit:
-    """A stage is done; ``checksums`` are of the chunks it wrote to the store, by chunk key."""
+    """A stage is done, and so is what `SpillCommit` records before this one say it wrote."""
 
     stage: str
     key: str
-    checksums: dict[str, int]
     measured_peak_bytes: dict[str, int]
     wall_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpillCommit:
-    """A Value is whole on another tier; only now may it be read from there."""
+    """Chunks of a Value that were written to a tier, by chunk key with their CRC32C."""
 
     value: str
     tier: str

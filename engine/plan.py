@@ -41,6 +41,10 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
 
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise PlanError(f"dtype={self.dtype!r} is not known; choose one of {', '.join(ITEM_BYTES)}")
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
@@ -166,8 +170,8 @@ class ChoiceSpace(Protocol):
     def first(self) -> Choices:
         """Return the choices that are fastest where memory does not matter."""
 
-    def smallest(self) -> Choices:
-        """Return the choices that need the fewest device bytes."""
+    def leanest(self) -> Sequence[Choices]:
+        """Return choices among which those are that need the fewest device bytes of all."""
 
     def leaner(self, choices: Choices, binding_stage: Stage) -> Choices | None:
         """Return choices that need fewer device bytes in ``binding_stage``; None if nothing is left to give."""
@@ -186,7 +190,7 @@ class Tap:
 
 @dataclass(kw_only=True)
 class Plan:
-    """The DAG of stages. Built by `value` and `add`, then sealed by `ordered`.
+    """The DAG of stages. Built by `value` and `add`; `ordered` checks it and remembers the order until the next stage.
 
     ``budget`` holds bytes by tier that the plan asks for unless the command line says otherwise. ``hooks`` are
     functions that the command line calls by name (``audit``, ``compare``); ``taps`` are extra outputs by name
@@ -203,6 +207,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
+    _order: list[Stage] = field(default_factory=list)
 
     def value(self, value: Value) -> Value:
         """Declare a Value and return it. Raises PlanError if the name is taken or the Value can't be kept."""
@@ -231,6 +236,7 @@ class Plan:
                 )
             seen.update(stream.values)
         self.stages[stage.name] = stage
+        self._order = []
         return stage
 
     def buffer_bytes(self, stream: Stream) -> int:
@@ -254,20 +260,30 @@ class Plan:
         """Check the plan and return its stages in the one order that it has.
 
         Raises:
-            PlanError: a cycle, an immutable Value with two writers, a Value that is used but never written, or an
-                accumulator that is read before its last update.
+            PlanError: no stages, a cycle, an immutable Value with two writers, a Value that is used but never written,
+                or an accumulator that is read before its last update.
         """
+        if not self.stages:
+            raise PlanError(f"plan {self.name!r} has no stages; add one")
+        if not self._order:
+            rank = {name: index for index, name in enumerate(self.stages)}
+            if all(rank[before] < rank[after] for before, after, _ in self._dependencies()):
+                self._order = list(self.stages.values())
+            else:
+                self._order = [self.stages[name] for name in self._sorted(rank)]
+        return self._order
+
+    def _sorted(self, rank: Mapping[str, int]) -> list[str]:
+        """Return the stages' names in dependency order where that is not the order in which they were added."""
         graph = self.graph()
         try:
-            rank = {name: index for index, name in enumerate(self.stages)}
-            names = list(nx.lexicographical_topological_sort(graph, key=rank.__getitem__))
+            return list(nx.lexicographical_topological_sort(graph, key=rank.__getitem__))
         except nx.NetworkXUnfeasible:
             cycle = [source for source, _ in nx.find_cycle(graph)]
             raise PlanError(
                 f"plan {self.name!r} has a cycle: {' -> '.join([*cycle, cycle[0]])}; "
                 "one of these stages reads what a later one writes"
             ) from None
-        return [self.stages[name] for name in names]
 
     def _dependencies(self) -> Iterator[tuple[str, str, str]]:
         writers = self._writers()
@@ -334,7 +350,7 @@ def _canonical(data: object) -> object:
 
 
 def recipe_keys(stages: Iterable[Stage], code_version: str) -> dict[str, str]:
-    """Return a key per stage: kind, code version, configuration and the keys of what it reads (DESIGN: recipe keys).
+    """Return a key per stage: kind, code version, configuration and the keys of what it reads.
 
     Equal keys mean equal results; no content is hashed.
     """

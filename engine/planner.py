@@ -1,8 +1,8 @@
 """From a plan and a budget to choices and a schedule.
 
 The planner starts from the fastest choices and, while the binding stage needs more device bytes than the budget has,
-lets the plan's `ChoiceSpace` pull its next lever for that stage. ``smallest_device_bytes`` is the floor of the
-smallest choices: no schedule of any declared choice needs less.
+lets the plan's `ChoiceSpace` pull its next lever for that stage. ``smallest_device_bytes`` is the lowest floor of any
+declared choice: no schedule of any of them needs less.
 """
 
 from __future__ import annotations
@@ -57,15 +57,18 @@ def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
         DoesNotFitError: no declared choice fits; names the binding stage and the bytes it needs.
         PlanError: the plan is not well formed.
     """
-    smallest_plan = plan if plan.space is None else plan.space.lower(plan.space.smallest())
-    smallest_bytes, smallest_stage = device_floor(smallest_plan)
+    smallest = _leanest(plan)
+    smallest_bytes, smallest_stage = device_floor(smallest)
+    if smallest_bytes > budget.device_bytes:
+        raise DoesNotFitError(
+            _refusal(smallest_stage, smallest_bytes, budget),
+            report=_report(smallest, smallest_stage.name, smallest_bytes, budget),
+        )
+    chosen = _choose(plan, budget) or smallest
     try:
-        if smallest_bytes > budget.device_bytes:
-            raise DoesNotFitError(_refusal(smallest_stage, smallest_bytes, budget))
-        chosen = _choose(plan, budget)
         schedule = make_schedule(chosen, budget)
     except DoesNotFitError as error:
-        error.report = error.report or _refusal_report(smallest_plan, smallest_stage, smallest_bytes, budget)
+        error.report = _report(chosen, str(error.report.get("binding_stage")), smallest_bytes, budget)
         raise
     machine = SimulatedMachine(chosen, profile)
     ledger = drive(chosen, schedule, budget, machine)
@@ -81,7 +84,15 @@ def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
     )
 
 
-def _choose(plan: Plan, budget: Budget) -> Plan:
+def _leanest(plan: Plan) -> Plan:
+    """Return the plan with the lowest device floor among those that the space names as leanest."""
+    if plan.space is None:
+        return plan
+    return min((plan.space.lower(choices) for choices in plan.space.leanest()), key=lambda item: device_floor(item)[0])
+
+
+def _choose(plan: Plan, budget: Budget) -> Plan | None:
+    """Return the plan under the first choices, from the fastest down, whose floor is within the budget."""
     if plan.space is None:
         return plan
     choices: Choices | None = plan.space.first()
@@ -91,7 +102,7 @@ def _choose(plan: Plan, budget: Budget) -> Plan:
         if need <= budget.device_bytes:
             return candidate
         choices = plan.space.leaner(choices, binding)
-    return plan.space.lower(plan.space.smallest())
+    return None
 
 
 def _refusal(stage: Stage, need: int, budget: Budget) -> str:
@@ -102,12 +113,12 @@ def _refusal(stage: Stage, need: int, budget: Budget) -> str:
     )
 
 
-def _refusal_report(plan: Plan, stage: Stage, need: int, budget: Budget) -> dict[str, object]:
+def _report(plan: Plan, binding_stage: str, smallest_bytes: int, budget: Budget) -> dict[str, object]:
     return {
         "feasible": False,
         "budget_bytes": budget.as_dict(),
-        "binding_stage": stage.name,
-        "smallest_device_bytes": need,
+        "binding_stage": binding_stage,
+        "smallest_device_bytes": smallest_bytes,
         "num_stages": len(plan.stages),
         "choices": dict(plan.choices),
     }

@@ -6,7 +6,6 @@ Layout::
     DIR/store/            tensors, zarr v3 (engine/store.py)
     DIR/plan.py           the plan file as it was when the run started
     DIR/results/          checkpoints, gradients and reports that outlive the run
-    DIR/trace.json        the timeline
 
 Invariant: a name that a reader can see holds everything it will ever hold. Files and directories are built under
 a hidden ``.NAME.*.partial`` beside their place, synced, and renamed. What a killed process leaves behind is
@@ -90,15 +89,6 @@ class RunDirectory:
         """The directory of results; made by the first result."""
         return self.path / "results"
 
-    @property
-    def trace_path(self) -> Path:
-        """The timeline of the run."""
-        return self.path / "trace.json"
-
-    def results_bytes(self) -> int:
-        """Return how many bytes the results hold on disk; 0 when there are none yet."""
-        return disk_usage_bytes(self.results_path)
-
     def sweep(self) -> list[Path]:
         """Remove the partial files and directories of a killed process and return what they were.
 
@@ -113,7 +103,7 @@ class RunDirectory:
     def clear(self) -> None:
         """Remove everything but the journal and the copy of the plan: an unfinished step begins again."""
         self.sweep()
-        for path in (self.store_path, self.results_path, self.trace_path):
+        for path in (self.store_path, self.results_path):
             _remove_tree(path)
 
 

@@ -9,6 +9,7 @@ stops the run. Results are in the journal and in ``results/``.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,15 +20,18 @@ import engine
 from engine.budget import Budget, Tier
 from engine.driver import Observer, drive
 from engine.errors import StageFailedError, UsageError
-from engine.journal import Journal, PlanRecord, ResultRecord, RunFinished, StageCommit, StageIntent
+from engine.journal import Journal, PlanRecord, ResultRecord, RunFinished, SpillCommit, StageCommit, StageIntent
 from engine.memory import DEVICE, HOST, LiveBytes, peak_rss_bytes, release_freed_memory
 from engine.plan import Plan, Stage, digest, recipe_keys
 from engine.planner import Forecast
-from engine.run import RunDirectory, atomic_write_text
+from engine.run import RunDirectory, atomic_write_bytes, atomic_write_text
 from engine.schedule import Schedule
 from engine.store import Store
 from engine.units import format_bytes
 from engine.worker import TorchMachine
+
+CHECKSUMS_A_RECORD = 4000
+# Keeps a record well below the journal's cap; a Value has as many chunks as the model has layers.
 
 
 @dataclass(kw_only=True)
@@ -72,6 +76,8 @@ class _Checked:
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
         peak = self.machine.meter.peak
         self.stages[stage.name] = (planned_bytes[Tier.DEVICE], peak[DEVICE])
+        if not _is_plain(self.machine.results):
+            raise StageFailedError(f"stage {stage.name} reports something other than plain data; use numbers and text")
         self.last_peak = dict(peak)
         self._note_peak()
         for tier, measured, limit in (
@@ -106,21 +112,18 @@ class _Journaled:
         self.journal.append(StageIntent(stage=stage.name, key=self.keys[stage.name]))
 
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
+        for name, checksums in self.machine.take_written().items():
+            items = list(checksums.items())
+            for start in range(0, len(items), CHECKSUMS_A_RECORD):
+                part = dict(items[start : start + CHECKSUMS_A_RECORD])
+                self.journal.append(SpillCommit(value=name, tier=str(Tier.DISK), checksums=part))
         record = StageCommit(
             stage=stage.name,
             key=self.keys[stage.name],
-            checksums=self._checksums(stage),
             measured_peak_bytes=self.checked.last_peak,
             wall_s=time.monotonic() - self.started,
         )
         self.journal.append(record, sync=stage.kind == "checkpoint")
-
-    def _checksums(self, stage: Stage) -> dict[str, int]:
-        """Return the checksums of everything on disk that the stage changed."""
-        found: dict[str, int] = {}
-        for name in dict.fromkeys(stage.changes()):
-            found.update(self.machine.disk_checksums(name))
-        return found
 
 
 def plan_fingerprint(plan: Plan) -> str:
@@ -142,6 +145,8 @@ def open_taps(plan: Plan, wanted: Mapping[str, str]) -> dict[str, list[tuple[Cal
             raise UsageError(f"plan {plan.name!r} can't save {name}; it offers {', '.join(plan.taps) or 'nothing'}")
         if not Path(path).absolute().parent.is_dir():
             raise UsageError(f"can't write {path!r}: its folder does not exist; create it first")
+        if Path(path).is_dir():
+            raise UsageError(f"can't write {path!r}: it is a folder; name a file in it")
         taps.setdefault(plan.taps[name].after, []).append((plan.taps[name].run, path))
     return taps
 
@@ -169,13 +174,35 @@ def execute(
     """
     plan = forecast.plan
     taps = open_taps(plan, wanted or {})
-    directory = RunDirectory.open(run_path) if again else RunDirectory.create(run_path)
+    if again:
+        return _execute_in(
+            RunDirectory.open(run_path), forecast, taps, plan_source, recipe or {}, observers, again=True
+        )
+    directory = RunDirectory.create(run_path)
+    try:
+        return _execute_in(directory, forecast, taps, plan_source, recipe or {}, observers, again=False)
+    except UsageError:  # a model that is refused once its weights are there: nothing was done that could be resumed
+        shutil.rmtree(directory.path, ignore_errors=True)
+        raise
+
+
+def _execute_in(
+    directory: RunDirectory,
+    forecast: Forecast,
+    taps: dict[str, list[tuple[Callable[..., None], str]]],
+    plan_source: bytes | None,
+    recipe: Mapping[str, Any],
+    observers: Iterable[Observer],
+    *,
+    again: bool,
+) -> Outcome:
+    plan = forecast.plan
     with Journal.open(directory.journal_path) if again else Journal.create(directory.journal_path) as journal:
         if again:
             directory.clear()
-        journal.append(_plan_record(forecast, recipe or {}), sync=True)
+        journal.append(_plan_record(forecast, recipe), sync=True)
         if plan_source is not None:
-            directory.plan_path.write_bytes(plan_source)
+            atomic_write_bytes(directory.plan_path, plan_source)
         directory.results_path.mkdir(exist_ok=True)
         store = Store.create(directory.store_path) if _uses_disk(forecast.schedule) else None
         meter = LiveBytes()
@@ -210,7 +237,11 @@ def _plain(data: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | list)
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _uses_disk(schedule: Schedule) -> bool:

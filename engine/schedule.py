@@ -12,7 +12,6 @@ schedule is the fastest one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.budget import Budget, Tier
@@ -214,8 +213,12 @@ class _Scheduler:
         if self.staging_bytes:
             self.ledger.add(Tier.HOST, STAGING_ENTRY, self.staging_bytes)
         for index, stage in enumerate(self.stages):
-            self._prepare(index, stage)
-            self._run(stage)
+            try:
+                self._prepare(stage)
+                self._run(stage)
+            except DoesNotFitError as error:
+                error.report["binding_stage"] = stage.name
+                raise
             self._finish(index, stage)
         return Schedule(
             instructions=tuple(self.instructions),
@@ -232,7 +235,7 @@ class _Scheduler:
         end(self.ledger, instruction)
         self.instructions.append(instruction)
 
-    def _prepare(self, index: int, stage: Stage) -> None:
+    def _prepare(self, stage: Stage) -> None:
         """Make room for a stage, then bring to the device what it needs there."""
         resident = dict.fromkeys(stage.resident())
         streamed = dict.fromkeys(name for stream in stage.streams for name in stream.values)
@@ -244,7 +247,7 @@ class _Scheduler:
         all_stay = all(self._is_on_device(name) or self._may_be_born_there(name) for name in streamed)
         if not (all_stay and need + self._bytes(born) <= self.ledger.free(Tier.DEVICE)):
             need += buffers
-            self._evict(index, stage, resident, need)
+            self._evict(stage, resident, need)
         room = self.ledger.free(Tier.DEVICE) - need
         for name in (name for name in resident if name not in self.where and name not in incoming):
             self._create(name, self.plan.values[name].tiers[0])
@@ -292,7 +295,7 @@ class _Scheduler:
                 self._emit(Drop(value=name, tier=self.where.pop(name)))
                 self.on_device.pop(name, None)
 
-    def _evict(self, index: int, stage: Stage, keep: dict[str, None], need: int) -> None:
+    def _evict(self, stage: Stage, keep: dict[str, None], need: int) -> None:
         """Spill movable Values, farthest next use first, until ``need`` device bytes are free."""
         if need <= self.ledger.free(Tier.DEVICE):
             return
@@ -343,9 +346,3 @@ class _Scheduler:
 
     def _bytes(self, names: list[str]) -> int:
         return sum(self.plan.values[name].nbytes for name in names)
-
-
-def counts(instructions: tuple[Instruction, ...]) -> Iterator[tuple[str, int]]:
-    """Yield how many instructions of each type there are."""
-    for kind in (Create, Move, Run, Drop):
-        yield kind.__name__.lower(), sum(isinstance(item, kind) for item in instructions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from engine.errors import UsageError
 
@@ -29,12 +30,10 @@ def parse_bytes(text: str) -> int:
         raise UsageError(
             f"not a size: {text!r}; write a number with one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, such as 8GiB"
         )
-    nbytes = int(float(match.group(1)) * _UNIT_BYTES[match.group(2).lower()])
-    if "." not in match.group(1):  # floats are exact only to 2**53
-        nbytes = int(match.group(1)) * _UNIT_BYTES[match.group(2).lower()]
-    if nbytes <= 0:
-        raise UsageError(f"a size must be at least one byte: {text!r}")
-    return nbytes
+    exact = Fraction(match.group(1)) * _UNIT_BYTES[match.group(2).lower()]
+    if exact < 1 or (exact.denominator != 1 and not match.group(2)):
+        raise UsageError(f"a size is a whole number of bytes, at least one: {text!r}")
+    return int(exact)
 
 
 def format_bytes(nbytes: float) -> str:

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from engine.budget import Tier
-from engine.errors import EngineError, StageFailedError, UnsupportedModelError
+from engine.errors import EngineError, RunDirectoryError, StageFailedError, UnsupportedModelError
 from engine.memory import LiveBytes
 from engine.plan import Plan, Stage, TensorSpec, Value
 from engine.store import Store
@@ -73,6 +73,7 @@ class TorchMachine:
         self.held: dict[str, Held] = {}
         self.results: dict[str, Any] = {}
         self.disk_peak_bytes = 0
+        self.written: dict[str, dict[str, int]] = {}
         self._provided_disk_bytes = 0
         self.taps: dict[str, list[tuple[Any, str]]] = {}
         self._staging: torch.Tensor | None = None
@@ -119,7 +120,7 @@ class TorchMachine:
             stage.run(context)
             for tap, path in self.taps.get(stage.name, ()):
                 tap(context, path)
-        except (StageFailedError, UnsupportedModelError):
+        except (StageFailedError, RunDirectoryError, UnsupportedModelError):
             raise
         except EngineError as error:
             raise StageFailedError(f"stage {stage.name} failed: {error}") from error
@@ -128,6 +129,7 @@ class TorchMachine:
 
     def drop(self, value: Value, tier: Tier) -> None:
         del self.held[value.name]
+        self.written.pop(value.name, None)
         if value.provided:
             gc.collect()  # models are cyclic, and a budget can't wait for the collector
         if tier is Tier.DISK and not value.provided:
@@ -147,15 +149,10 @@ class TorchMachine:
         stored_bytes = self.store.nbytes if self.store is not None else 0
         self.disk_peak_bytes = max(self.disk_peak_bytes, stored_bytes + self._provided_disk_bytes)
 
-    def disk_checksums(self, name: str) -> dict[str, int]:
-        """Return the checksums of a Value's chunks on disk; empty where it is not there."""
-        held = self.held.get(name)
-        if held is None or held.tier is not Tier.DISK or self.plan.values[name].provided:
-            return {}
-        found: dict[str, int] = {}
-        for key in self.plan.values[name].tensors:
-            found |= self._disk().checksums(f"{name}/{key}")
-        return found
+    def take_written(self) -> dict[str, dict[str, int]]:
+        """Return the checksums of the chunks written to disk since the last call, by Value."""
+        written, self.written = self.written, {}
+        return written
 
     def _disk(self) -> Store:
         if self.store is None:
@@ -191,7 +188,8 @@ class TorchMachine:
         store, array = self._disk(), f"{name}/{key}"
         if store.has_chunk(array, chunk):
             store.remove_chunk(array, chunk)  # old and new side by side would pass the budget by a piece
-        store.write_chunk(array, chunk, _as_numpy(staged[None]))
+        crc = store.write_chunk(array, chunk, _as_numpy(staged[None]))
+        self.written.setdefault(name, {})[store.spec(array).chunk_key(chunk)] = crc
         self.note_disk()
 
     def _from_disk(self, name: str, key: str, index: int, spec: TensorSpec) -> torch.Tensor:

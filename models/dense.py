@@ -201,7 +201,14 @@ class DenseModel:
 
     @torch.no_grad()
     def embed_backward(self, ids_BS: torch.Tensor, d_hidden_BSC: torch.Tensor) -> None:
-        """Add the embedding's gradient, for the rows used, in the order of their ids (stable, so deterministic)."""
-        order = torch.argsort(ids_BS.flatten(), stable=True)
+        """Add the embedding's gradient, for the rows used, in the order of their ids (stable, so deterministic).
+
+        The padding token of the embedding gets none, as in torch's own embedding, also where it stands for a word.
+        """
+        ids = ids_BS.flatten()
+        order = torch.argsort(ids, stable=True)
+        ids = ids[order]
         rows = d_hidden_BSC.flatten(0, 1)[order].to(accumulation_dtype(self.dtype))
-        self.gradients[EMBEDDING_GRADIENT].index_add_(0, ids_BS.flatten()[order], rows)
+        if self.body.embed_tokens.padding_idx is not None:
+            rows.masked_fill_((ids == self.body.embed_tokens.padding_idx)[:, None], 0)
+        self.gradients[EMBEDDING_GRADIENT].index_add_(0, ids, rows)

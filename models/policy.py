@@ -7,8 +7,11 @@ stage that brings the weights to the device.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,12 +27,13 @@ from models.dense import DenseModel
 from models.float64 import lifted_casts
 from models.support import check_config, check_structure, check_walk
 
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
-_SAMPLED_BYTES = 2**20
-# Of each weight file, the first and last MiB go into the fingerprint, with its size: enough to tell checkpoints
-# apart, and no pass over hundreds of gigabytes.
+_WEIGHT_PATTERN = "*.safetensors"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
-transformers_logging.disable_progress_bar()
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 2**16
+# Of each weight file, so many evenly spaced blocks go into the fingerprint, with its size: a step changes every
+# tensor, so checkpoints differ in each of them, and hundreds of gigabytes are not read.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +45,16 @@ class PolicySource:
     location: str | None
 
     def tokenizer(self) -> Any:
-        """Return the policy's tokenizer, or None if it has none."""
+        """Return the policy's tokenizer, None if it has none. Raises UsageError for one that can't be read."""
         if self.location is None:
+            return None
+        folder = Path(self.location)
+        if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             return None
         try:
             return AutoTokenizer.from_pretrained(self.location)
-        except (OSError, ValueError):
-            return None
+        except (OSError, ValueError) as error:
+            raise UsageError(f"the tokenizer of policy {self.name!r} can't be read: {_first_line(error)}") from error
 
     def default_dtype(self) -> torch.dtype:
         """Return the dtype that the checkpoint says it is in, float32 if it does not say."""
@@ -56,20 +63,23 @@ class PolicySource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that changes with the configuration and with the weight files."""
+        """A hash that changes with the configuration and with the weights: files here, name and revision on a hub."""
         state = hashlib.blake2b(self.config.to_json_string(use_diff=False).encode(), digest_size=16)
+        if self.location is not None and not Path(self.location).is_dir():
+            state.update(f"{self.location} {getattr(self.config, '_commit_hash', None)}".encode())
         for path in self._weight_files():
             size = path.stat().st_size
+            state.update(f"{path.name} {size}".encode())
             with path.open("rb") as file:
-                state.update(f"{path.name} {size}".encode() + file.read(_SAMPLED_BYTES))
-                file.seek(max(0, size - _SAMPLED_BYTES))
-                state.update(file.read(_SAMPLED_BYTES))
+                for number in range(_NUM_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
+                    state.update(file.read(_SAMPLE_BYTES))
         return state.hexdigest()
 
     def _weight_files(self) -> list[Path]:
         if self.location is None or not Path(self.location).is_dir():
             return []
-        return sorted(path for pattern in _WEIGHT_PATTERNS for path in Path(self.location).glob(pattern))
+        return sorted(Path(self.location).glob(_WEIGHT_PATTERN))
 
     def sizes_only(self, dtype: torch.dtype) -> DenseModel:
         """Return the model on torch's meta device: all sizes, no data. Raises UnsupportedModelError."""
@@ -100,21 +110,44 @@ class PolicySource:
         return cast(PreTrainedModel, hf.eval())
 
     def _from_config(self, dtype: torch.dtype) -> PreTrainedModel:
+        config = copy.deepcopy(self.config)  # transformers writes into the one it is given
         try:
-            hf = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+            hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"policy {self.name!r}: transformers can't build a causal model of it: {error}") from error
         return cast(PreTrainedModel, hf)
 
     def _from_checkpoint(self, dtype: torch.dtype) -> PreTrainedModel:
-        location = cast(str, self.location)
         try:
-            hf = AutoModelForCausalLM.from_pretrained(
-                location, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True
+            with quiet():
+                hf, found = cast(Any, AutoModelForCausalLM).from_pretrained(
+                    cast(str, self.location),
+                    dtype=dtype,
+                    attn_implementation=ATTENTION_NAME,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UsageError(f"policy {self.name!r} can't be loaded: {_first_line(error)}") from error
+        lacking = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in found[kind])
+        if lacking:
+            raise UsageError(
+                f"policy {self.name!r} lacks {len(lacking)} tensors of its architecture, or has them in another shape: "
+                f"{', '.join(lacking[:3])}; they would be random"
             )
-        except (OSError, ValueError) as error:
-            raise UsageError(f"policy {self.name!r} can't be loaded: {error}") from error
         return cast(PreTrainedModel, hf)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' own progress bars off the terminal, where ours is."""
+    before = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            transformers_logging.enable_progress_bar()
 
 
 def find_policy(policy: str | Path | PreTrainedConfig) -> PolicySource:
@@ -142,8 +175,10 @@ def find_policy(policy: str | Path | PreTrainedConfig) -> PolicySource:
             f"policy {str(policy)!r} is neither a checkpoint directory here nor a name that a hub knows: "
             f"{_first_line(error)}"
         ) from error
-    has_weights = not path.is_dir() or any(any(path.glob(pattern)) for pattern in _WEIGHT_PATTERNS)
-    return PolicySource(name=str(policy), config=config, location=str(policy) if has_weights else None)
+    if not path.is_dir():
+        return PolicySource(name=str(policy), config=config, location=str(policy))
+    has_weights = any(path.glob(_WEIGHT_PATTERN))
+    return PolicySource(name=str(policy), config=config, location=str(path) if has_weights else None)
 
 
 def _read_config_file(path: Path) -> PreTrainedConfig:

@@ -57,12 +57,11 @@ def _encoder(values: dict[str, Any]) -> str | None:
 
 def _layers(config: PreTrainedConfig, values: dict[str, Any]) -> str | None:
     kinds = set(values.get("layer_types") or ()) - {"full_attention"}
-    if "sliding_attention" in kinds or (values.get("sliding_window") and not values.get("layer_types")):
-        if values.get("use_sliding_window", True):
-            return f"it uses a sliding window of {values.get('sliding_window')} tokens"
-        return None
-    if kinds:
-        return f"its layers keep a cache of unknown type: {', '.join(sorted(kinds))}"
+    windowed = "sliding_attention" in kinds or (values.get("sliding_window") and not values.get("layer_types"))
+    if windowed and values.get("use_sliding_window", True):
+        return f"it uses a sliding window of {values.get('sliding_window')} tokens"
+    if unknown := kinds - {"sliding_attention"}:
+        return f"its layers keep a cache of unknown type: {', '.join(sorted(unknown))}"
     if values.get("num_local_experts") or values.get("num_experts") or values.get("n_routed_experts"):
         return "it is a mixture of experts, which this adapter does not cover"
     return None

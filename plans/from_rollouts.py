@@ -9,7 +9,10 @@ The file has one group a line: ``prompt``, ``responses``, ``rewards`` or ``advan
 
 from __future__ import annotations
 
+from typing import Literal
+
 from engine import Plan
+from engine.errors import UsageError
 from stages import DEFAULT_PAGE_TOKENS, find_policy, grpo_step, parse_dtype, read_rollouts, step_settings
 
 
@@ -32,6 +35,7 @@ def from_rollouts(
     dtype: str | None = None,
     temperature: float = 1.0,
     seed: int = 0,
+    baseline: Literal["mean", "leave-one-out"] = "mean",
     groups_per_step: int | None = None,
     append_eos: bool = False,
     chunk_tokens: int | None = None,
@@ -60,11 +64,19 @@ def from_rollouts(
         dtype=parse_dtype(dtype, source.default_dtype()),
         temperature=temperature,
         seed=seed,
+        baseline=baseline,
         page_tokens=page_tokens,
         chunk_tokens=chunk_tokens,
         branches_at_once=branches_at_once,
         head_rows=head_rows,
     )
-    return grpo_step(
+    if groups_per_step is not None and not 1 <= groups_per_step <= len(groups):
+        raise UsageError(
+            f"groups_per_step={groups_per_step}: {rollouts} has {len(groups)} groups; give 1 to {len(groups)}"
+        )
+    plan = grpo_step(
         name="from_rollouts", policy=source, groups=groups[:groups_per_step], settings=settings, tokenizer=tokenizer
     )
+    if groups_per_step is not None and groups_per_step < len(groups):
+        plan.notes.append(f"groups {groups_per_step} to {len(groups) - 1} of {rollouts} are left out of this step")
+    return plan

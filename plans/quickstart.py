@@ -12,6 +12,8 @@ from __future__ import annotations
 from functools import partial
 
 from engine import Plan
+from engine.budget import Budget
+from engine.errors import UsageError
 from engine.units import MIB, format_bytes
 from models.policy import PolicySource
 from plans.quickstart_data import quickstart_group
@@ -51,6 +53,10 @@ def quickstart(
     """One step; ``policy`` replaces the model by another checkpoint directory or hub name."""
     source = find_policy(policy or str(checkpoint_directory()))
     tokenizer = source.tokenizer()
+    if tokenizer is None:
+        raise UsageError(
+            f"policy {policy!r} has no tokenizer, and the quickstart's prompt is text; name another policy"
+        )
     group = parse_group(
         quickstart_group(tokenizer, prompt_tokens),
         where="quickstart",
@@ -77,13 +83,15 @@ def quickstart(
     return plan
 
 
-def _compare(policy: PolicySource, groups: tuple[Group, ...], settings: GrpoSettings) -> dict[str, object]:
+def _compare(
+    policy: PolicySource, groups: tuple[Group, ...], settings: GrpoSettings, budget: Budget
+) -> dict[str, object]:
     nbytes = dense_peak_bytes(policy, groups, settings)
-    verdict = "would break" if nbytes > DEVICE_BUDGET_BYTES else "would fit"
+    verdict = "would break" if nbytes > budget.device_bytes else "would fit"
     return {
         "dense_peak_bytes": nbytes,
         "lines": [
             f"dense autograd of the same work (layers checkpointed, one sequence at a time, no optimizer): measured "
-            f"{format_bytes(nbytes)} of device, {verdict} a budget of {format_bytes(DEVICE_BUDGET_BYTES)}"
+            f"{format_bytes(nbytes)} of device, {verdict} a budget of {format_bytes(budget.device_bytes)}"
         ],
     }

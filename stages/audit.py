@@ -24,7 +24,6 @@ from engine.planner import forecast
 from engine.runtime import execute
 from engine.worker import dtype_name
 from stages.dense import dense_gradient
-from stages.settings import Gradient
 from stages.space import GrpoSpace
 
 TOLERANCE = {
@@ -39,11 +38,13 @@ Gradients = Mapping[str, torch.Tensor]
 def audit(space: GrpoSpace, budget: Budget, choices: Choices | None = None) -> dict[str, object]:
     """Return the figures of ``engine audit``: errors of the planned gradient and of stop-prompt, and a verdict.
 
+    A plan with ``gradient="stop-prompt"`` is judged like any other, and fails.
+
     ``choices`` fixes chunking; None lets the planner choose within ``budget``.
     """
-    _, reference = dense_gradient(space.policy, space.groups, space.settings)
-    planned = engine_gradient(space, budget, "exact", choices)
+    planned = engine_gradient(space, budget, space.settings.gradient, choices)
     stopped = engine_gradient(space, budget, "stop-prompt", choices)
+    _, reference = dense_gradient(space.policy, space.groups, space.settings)
     dtype = space.settings.dtype
     report: dict[str, object] = {
         "max_rel_err": max_rel_err(planned, reference),
@@ -59,7 +60,7 @@ def audit(space: GrpoSpace, budget: Budget, choices: Choices | None = None) -> d
 
 
 def engine_gradient(
-    space: GrpoSpace, budget: Budget, gradient: Gradient, choices: Choices | None = None
+    space: GrpoSpace, budget: Budget, gradient: str, choices: Choices | None = None
 ) -> dict[str, torch.Tensor]:
     """Execute a step up to the merge and return its gradients by parameter name, in the accumulators' dtype."""
     settings = replace(

@@ -7,7 +7,6 @@ all. Gradients are written in the accumulators' dtype under the names of ``named
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from typing import Any
 import torch
 from safetensors.numpy import save_file
 
-from engine.errors import UsageError
 from engine.plan import TensorSpec
 from engine.run import atomic_directory, disk_usage_bytes, partial_path
 from engine.worker import StageContext
-from models.policy import PolicySource
+from models.policy import PolicySource, quiet
 from stages import names
 
 _HEADER_BYTES_A_TENSOR = 110
@@ -38,16 +36,22 @@ def save(context: StageContext, policy: PolicySource, tokenizer: Any, dtype: tor
     """Write the weights as a checkpoint in ``dtype`` and report its path."""
     hf = context.item(names.WEIGHTS).hf
     target = context.directory / names.CHECKPOINT
-    with atomic_directory(target) as directory:
-        state = None
-        if hf.dtype is not dtype:
-            state = {name: tensor.to(dtype) for name, tensor in hf.state_dict().items()}
+    with atomic_directory(target) as directory, quiet():
         hf.config.dtype = dtype
-        hf.save_pretrained(directory, state_dict=state)
+        hf.save_pretrained(directory, state_dict=None if hf.dtype is dtype else _converted(hf.state_dict(), dtype))
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
+        mode = (directory / "config.json").stat().st_mode
+        for path in directory.iterdir():
+            path.chmod(mode)  # safetensors are written readable by their owner only
     context.results["checkpoint"] = str(target)
     context.provide(names.CHECKPOINT, disk_bytes=disk_usage_bytes(target))
+
+
+def _converted(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors in ``dtype``; tied ones are converted once and stay tied."""
+    converted = {tensor.data_ptr(): tensor.to(dtype) for tensor in state.values()}
+    return {name: converted[tensor.data_ptr()] for name, tensor in state.items()}
 
 
 def checkpoint_bytes(parameters: Mapping[str, TensorSpec], policy: PolicySource, item_bytes: int) -> int:
@@ -70,7 +74,7 @@ def save_gradients(context: StageContext, path: str) -> None:
     temporary = partial_path(target)
     try:
         save_file({name: tensor.numpy() for name, tensor in context.tensors(names.GRADIENTS).items()}, temporary)
-        shutil.move(temporary, target)
-    except OSError as error:
+        temporary.replace(target)
+    except BaseException:
         temporary.unlink(missing_ok=True)
-        raise UsageError(f"can't write the gradients to {path!r}: {error}") from error
+        raise

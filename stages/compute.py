@@ -104,10 +104,14 @@ class ChunkWork:
                 context.index(self.chunk.padded_ids),
                 first_position=self.chunk.first_position,
                 prefix=PagedPrefix(context, self.visible),
-                state_cotangent=self._cotangents(context) if self.own else None,
+                state_cotangent=self._cotangents(context) if self._has_cotangents else None,
                 head_backward=self._head_backward(context, model) if self.scored else None,
             )
         model.accumulate_into({})
+
+    @property
+    def _has_cotangents(self) -> bool:
+        return any(column.cotangent is not None for column in self.own)
 
     def _rows_and_targets(self, context: StageContext) -> tuple[torch.Tensor, torch.Tensor]:
         rows, targets, _ = zip(*self.scored, strict=True)

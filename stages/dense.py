@@ -82,7 +82,8 @@ def dense_gradient(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and every parameter's gradient by dense autograd, in the accumulation dtype."""
     hf = dense_model(policy, settings)
-    advantages = [group_advantages(group, scale=settings.loss.scale_advantages) for group in groups]
+    scale, baseline = settings.loss.scale_advantages, settings.baseline
+    advantages = [group_advantages(group, scale=scale, baseline=baseline) for group in groups]
     wide = accumulation_dtype(settings.dtype)
     gradients = {name: torch.zeros_like(p, dtype=wide) for name, p in hf.named_parameters()}
     with lifted_casts(settings.dtype):

@@ -13,6 +13,7 @@ import torch
 
 from engine.errors import UsageError
 from engine.plan import Choices
+from stages.advantages import Baseline
 from stages.losses import LossConfig
 from stages.update import AdamWOptions
 
@@ -33,6 +34,7 @@ class GrpoSettings:
     dtype: torch.dtype = torch.float32
     temperature: float = 1.0
     seed: int = 0
+    baseline: Baseline = "mean"
     page_tokens: int = DEFAULT_PAGE_TOKENS
     fixed: Choices = field(default_factory=dict)
     update_weights: bool = True
@@ -61,14 +63,14 @@ _LOSS_NAMES = (
 )  # fmt: skip
 _OPTIMIZER_NAMES = ("learning_rate", "weight_decay", "max_grad_norm")
 _CHOICE_NAMES = ("chunk_tokens", "branches_at_once", "head_rows")
-_OWN_NAMES = ("gradient", "temperature", "seed", "page_tokens")
+_OWN_NAMES = ("gradient", "temperature", "seed", "baseline", "page_tokens")
 
 
 def step_settings(*, dtype: torch.dtype, **flat: Any) -> GrpoSettings:
     """Return the settings that plans spell as flat keyword arguments; a choice of None is left to the planner.
 
     Known names: those of `stages.losses.LossConfig`, learning_rate, weight_decay, max_grad_norm, gradient,
-    temperature, seed, page_tokens, chunk_tokens, branches_at_once and head_rows.
+    temperature, seed, baseline, page_tokens, chunk_tokens, branches_at_once and head_rows.
 
     Raises:
         UsageError: an unknown name, or a value out of its range.

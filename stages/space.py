@@ -64,7 +64,11 @@ class GrpoSpace:
 
     @cached_property
     def advantages(self) -> list[GroupAdvantages]:
-        return [group_advantages(group, scale=self.settings.loss.scale_advantages) for group in self.groups]
+        settings = self.settings
+        return [
+            group_advantages(group, scale=settings.loss.scale_advantages, baseline=settings.baseline)
+            for group in self.groups
+        ]
 
     @cached_property
     def ladders(self) -> dict[str, tuple[int, ...]]:
@@ -90,8 +94,11 @@ class GrpoSpace:
     def first(self) -> Choices:
         return {key: ladder[0] for key, ladder in self.ladders.items()}
 
-    def smallest(self) -> Choices:
-        return {key: ladder[-1] for key, ladder in self.ladders.items()}
+    def leanest(self) -> list[Choices]:
+        """Everything but the chunk length at its leanest: fewer branches and rows never need more, while a shorter
+        chunk may cut a response in two, whose first part then has state of its own."""
+        leanest = {key: ladder[-1] for key, ladder in self.ladders.items()}
+        return [{**leanest, "chunk_tokens": tokens} for tokens in self.ladders["chunk_tokens"]]
 
     def leaner(self, choices: Choices, binding_stage: Stage) -> Choices | None:
         order = ["head_rows", "branches_at_once", "chunk_tokens"]
@@ -124,7 +131,7 @@ class _StepBuilder:
             choices={**choices, "page_tokens": self.settings.page_tokens},
             settings=self._fingerprint(),
             space=space,
-            notes=[note for entry in space.advantages for note in entry.notes],
+            notes=[*self._rounding_note(), *(note for entry in space.advantages for note in entry.notes)],
         )
         self.sizes = geometry(
             self.policy.config,
@@ -172,7 +179,17 @@ class _StepBuilder:
             "dtype": dtype_name(settings.dtype),
             "temperature": float(settings.temperature),
             "seed": settings.seed,
+            "baseline": settings.baseline,
         }
+
+    def _rounding_note(self) -> list[str]:
+        stored, computed = self.policy.default_dtype(), self.settings.dtype
+        if self.policy.location is None or computed.itemsize >= stored.itemsize:
+            return []
+        return [
+            f"the policy is in {dtype_name(stored)} and is computed in {dtype_name(computed)}: its weights are rounded "
+            "when they are loaded, and the new checkpoint holds the rounded ones"
+        ]
 
     def _declare_values(self) -> None:
         wide = dtype_name(self.wide)

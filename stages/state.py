@@ -103,8 +103,10 @@ def read_cotangent(
     d_key, d_value = (torch.empty(shape, dtype=dtype, device=context.device) for _ in range(2))
     for column in columns:
         part = column.overlap(start, stop)
-        if part is None or column.cotangent is None:
+        if part is None:
             continue
+        if column.cotangent is None:
+            raise ValueError(f"{column.state} has no cotangent to read")
         piece = context.piece(column.cotangent, layer)[:, :, part[0] : part[1]]
         target = slice(column.first + part[0] - start, column.first + part[1] - start)
         d_key[0, :, target].copy_(piece[0])

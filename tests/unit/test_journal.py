@@ -76,7 +76,7 @@ EXAMPLE: list[Record] = [
         recipe={},
     ),
     StageIntent(stage="prefill/0", key="k"),
-    StageCommit(stage="prefill/0", key="k", checksums={"x/c/0": 7}, measured_peak_bytes={"device": 5}, wall_s=0.5),
+    StageCommit(stage="prefill/0", key="k", measured_peak_bytes={"device": 5}, wall_s=0.5),
     RunFinished(results={"loss": -1.5}),
 ]
 

@@ -62,7 +62,7 @@ def test_opening_a_directory_that_is_not_there_says_how_to_start_a_run(tmp_path:
 
 def test_every_path_of_a_run_lies_in_its_directory_under_the_name_of_the_layout(tmp_path: Path) -> None:
     run = RunDirectory(path=tmp_path)
-    paths = [run.journal_path, run.store_path, run.plan_path, run.results_path, run.trace_path]
+    paths = [run.journal_path, run.store_path, run.plan_path, run.results_path]
     assert [path.relative_to(tmp_path).as_posix() for path in paths] == [
         "journal.msgpack",
         "store",
@@ -197,8 +197,8 @@ def test_a_sweep_removes_what_a_killed_process_left_and_nothing_else(tmp_path: P
     run = RunDirectory.create(tmp_path / "run")
     assert run.sweep() == []
     atomic_write_bytes(run.results_path / "kept", b"kept")
-    atomic_write_bytes(run.trace_path, b"{}")
-    left = [partial_path(run.trace_path), partial_path(run.results_path / "checkpoint")]
+    atomic_write_bytes(run.plan_path, b"{}")
+    left = [partial_path(run.plan_path), partial_path(run.results_path / "checkpoint")]
     left[0].write_text("half")
     left[1].mkdir()
     (left[1] / "a").write_text("half")
