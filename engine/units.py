@@ -31,8 +31,10 @@ def parse_bytes(text: str) -> int:
             f"not a size: {text!r}; write a number with one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, such as 8GiB"
         )
     exact = Fraction(match.group(1)) * _UNIT_BYTES[match.group(2).lower()]
-    if exact < 1 or (exact.denominator != 1 and not match.group(2)):
-        raise UsageError(f"a size is a whole number of bytes, at least one: {text!r}")
+    if exact < 1:
+        raise UsageError(f"a size must be at least one byte: {text!r}")
+    if exact.denominator != 1 and match.group(2).lower() in ("", "b"):
+        raise UsageError(f"a size is a whole number of bytes: {text!r}")
     return int(exact)
 
 

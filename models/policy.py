@@ -30,6 +30,9 @@ from models.support import check_config, check_structure, check_walk
 _WEIGHT_PATTERN = "*.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
+_LONGEST_MESSAGE = 600
+# Characters of another library's message that are passed on.
+
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 2**16
 # Of each weight file, so many evenly spaced blocks go into the fingerprint, with its size: a step changes every
@@ -64,7 +67,8 @@ class PolicySource:
     @cached_property
     def fingerprint(self) -> str:
         """A hash that changes with the configuration and with the weights: files here, name and revision on a hub."""
-        state = hashlib.blake2b(self.config.to_json_string(use_diff=False).encode(), digest_size=16)
+        values = {key: value for key, value in self.config.to_dict().items() if key != "_name_or_path"}
+        state = hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=16)
         if self.location is not None and not Path(self.location).is_dir():
             state.update(f"{self.location} {getattr(self.config, '_commit_hash', None)}".encode())
         for path in self._weight_files():
@@ -125,11 +129,12 @@ class PolicySource:
                     dtype=dtype,
                     attn_implementation=ATTENTION_NAME,
                     use_safetensors=True,
+                    ignore_mismatched_sizes=True,  # they are refused below, by name
                     output_loading_info=True,
                 )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UsageError(f"policy {self.name!r} can't be loaded: {_first_line(error)}") from error
-        lacking = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in found[kind])
+        except Exception as error:  # transformers and safetensors have kinds of their own for damaged files
+            raise UsageError(f"policy {self.name!r} can't be loaded: {_shortened(error)}") from error
+        lacking = sorted(str(key) for key in [*found["missing_keys"], *found["mismatched_keys"]])
         if lacking:
             raise UsageError(
                 f"policy {self.name!r} lacks {len(lacking)} tensors of its architecture, or has them in another shape: "
@@ -187,6 +192,11 @@ def _read_config_file(path: Path) -> PreTrainedConfig:
         return AutoConfig.for_model(**data)
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"policy {str(path)!r} is not a model configuration: {_first_line(error)}") from error
+
+
+def _shortened(error: Exception) -> str:
+    """Return an error's text on one line, without the frames of tables."""
+    return " ".join(str(error).split())[:_LONGEST_MESSAGE]
 
 
 def _first_line(error: Exception) -> str:

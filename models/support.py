@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.errors import UnsupportedModelError
+from engine.errors import UnsupportedModelError, UsageError
 from models.attention import EmptyPrefix
 from models.chunk import forward_chunk
 from models.dense import DenseModel
@@ -92,8 +92,10 @@ def check_structure(hf: PreTrainedModel) -> None:
     """
     body: Any = getattr(hf, "model", None)
     missing = [f"model.{name}" for name in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(body, name)]
-    if not isinstance(getattr(hf, "lm_head", None), torch.nn.Linear):
-        missing.append("lm_head (a linear layer)")
+    if type(getattr(body, "embed_tokens", None)) is not torch.nn.Embedding:
+        missing.append("plain embedding (its gradient is added row by row, so nothing may be scaled or projected)")
+    if type(getattr(hf, "lm_head", None)) is not torch.nn.Linear:
+        missing.append("plain linear lm_head")
     if missing:
         raise UnsupportedModelError(
             f"{type(hf).__name__} is refused: it has no {', '.join(missing)}; tested types are "
@@ -107,6 +109,7 @@ def check_walk(model: DenseModel) -> None:
 
     Raises:
         UnsupportedModelError: their logits differ by more than rounding.
+        UsageError: the logits are not finite.
     """
     hf = cast(Any, model.hf)
     our_attention = hf.config._attn_implementation
@@ -117,6 +120,10 @@ def check_walk(model: DenseModel) -> None:
             theirs = hf(_check_ids(model), use_cache=False, logits_to_keep=1).logits
     finally:
         hf.config._attn_implementation = our_attention
+    if not bool(torch.isfinite(theirs).all()):
+        raise UsageError(
+            f"the weights of this {type(model.hf).__name__} are no good: its logits for a few tokens are not finite"
+        )
     error = ((ours - theirs).abs_().max() / theirs.abs().max().clamp_min(torch.finfo(theirs.dtype).tiny)).item()
     if not error <= _CHECK_TOLERANCE[model.dtype]:
         raise UnsupportedModelError(

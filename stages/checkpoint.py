@@ -7,6 +7,7 @@ all. Gradients are written in the accumulators' dtype under the names of ``named
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ def save(context: StageContext, policy: PolicySource, tokenizer: Any, dtype: tor
     hf = context.item(names.WEIGHTS).hf
     target = context.directory / names.CHECKPOINT
     with atomic_directory(target) as directory, quiet():
-        hf.config.dtype = dtype
         hf.save_pretrained(directory, state_dict=None if hf.dtype is dtype else _converted(hf.state_dict(), dtype))
+        config = copy.deepcopy(hf.config)
+        config.dtype = dtype  # transformers writes the dtype that the model is computed in
+        config.save_pretrained(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         mode = (directory / "config.json").stat().st_mode
@@ -50,7 +53,10 @@ def save(context: StageContext, policy: PolicySource, tokenizer: Any, dtype: tor
 
 def _converted(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the tensors in ``dtype``; tied ones are converted once and stay tied."""
-    converted = {tensor.data_ptr(): tensor.to(dtype) for tensor in state.values()}
+    converted: dict[int, torch.Tensor] = {}
+    for tensor in state.values():
+        if tensor.data_ptr() not in converted:
+            converted[tensor.data_ptr()] = tensor.to(dtype)
     return {name: converted[tensor.data_ptr()] for name, tensor in state.items()}
 
 

@@ -56,7 +56,6 @@ records: st.SearchStrategy[Record] = st.one_of(
         StageCommit,
         stage=names,
         key=names,
-        checksums=sizes,
         measured_peak_bytes=sizes,
         wall_s=st.floats(allow_nan=False),
     ),

@@ -242,7 +242,7 @@ def test_a_changed_stage_changes_its_own_recipe_key_and_those_that_depend_on_it_
     name = data.draw(st.sampled_from(list(plan.stages)))
     needs = plan.stages[name]
     plan.stages[name] = stage(name, config={"number": -1}, reads=needs.reads, updates=needs.updates)
-    after = recipe_keys(plan.ordered(), "1")
+    after = recipe_keys([plan.stages[item.name] for item in plan.ordered()], "1")
     changed = {key for key in before if before[key] != after[key]}
     assert changed == {other for other, causes in depends.items() if name in causes}
 

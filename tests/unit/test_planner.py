@@ -30,8 +30,8 @@ class Halving:
     def first(self) -> Choices:
         return {"rows": 8, "columns": 8}
 
-    def smallest(self) -> Choices:
-        return {"rows": 1, "columns": 1}
+    def leanest(self) -> list[Choices]:
+        return [{"rows": 8, "columns": 1}, {"rows": 1, "columns": 1}]
 
     def leaner(self, choices: Choices, binding_stage: Stage) -> Choices | None:
         self.pulled.append(binding_stage.name)

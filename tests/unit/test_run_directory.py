@@ -68,7 +68,6 @@ def test_every_path_of_a_run_lies_in_its_directory_under_the_name_of_the_layout(
         "store",
         "plan.py",
         "results",
-        "trace.json",
     ]
 
 
@@ -175,15 +174,6 @@ def test_every_file_is_synced_before_its_directory_is_renamed(tmp_path: Path, mo
     assert events[2:] == [partial.name, "rename", tmp_path.name]
 
 
-def test_the_size_of_results_is_the_sum_of_their_files(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path / "run")
-    assert run.results_bytes() == 0
-    atomic_write_bytes(run.results_path / "checkpoint" / "model", bytes(1000))
-    atomic_write_bytes(run.results_path / "metrics.json", bytes(24))
-    assert run.results_bytes() == 1024
-    assert disk_usage_bytes(run.results_path / "metrics.json") == 24
-
-
 def test_links_out_of_the_results_are_not_counted(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "big").write_bytes(bytes(1000))
@@ -203,4 +193,4 @@ def test_a_sweep_removes_what_a_killed_process_left_and_nothing_else(tmp_path: P
     left[1].mkdir()
     (left[1] / "a").write_text("half")
     assert sorted(run.sweep()) == sorted(left)
-    assert sorted(p.name for p in run.path.rglob("*")) == ["kept", "results", "trace.json"]
+    assert sorted(p.name for p in run.path.rglob("*")) == ["kept", "results"]
