@@ -43,15 +43,21 @@ class Lowering:
     tied_head: bool
     works: list[ChunkWork] = field(default_factory=list)
     _columns: dict[str, tuple[Column, ...]] = field(default_factory=dict)
+    _prompts: set[str] = field(default_factory=set)
 
-    def forward(self, nodes: tuple[Node, ...], path: Visible = ()) -> None:
-        """Add the forward stages of a node (or of a wave of sibling leaves) and of everything below it."""
+    def forward(self, nodes: tuple[Node, ...], path: Visible = (), *, is_prompt: bool = True) -> None:
+        """Add the forward stages of a node (or of a wave of sibling leaves) and of everything below it.
+
+        ``is_prompt``: the node is the root of its tree, where ``stop-prompt`` stops the gradient.
+        """
+        if is_prompt:
+            self._prompts.add(nodes[0].name)
         chunks = chunks_of(nodes, self.chunk_tokens)
         columns = self._declare_columns(nodes, chunks)
         for chunk in chunks:
             self._forward_chunk(self._work(chunk, path, columns))
         for wave in self._waves(nodes):
-            self.forward(wave, path + _all_of(columns))
+            self.forward(wave, path + _all_of(columns), is_prompt=False)
 
     def backward(self, nodes: tuple[Node, ...], path: Visible = ()) -> None:
         """Add the backward stages of everything below a node, then of its own chunks from last to first."""
@@ -69,7 +75,7 @@ class Lowering:
 
     def _has_cotangents(self, node: Node) -> bool:
         """Whether the loss reaches a node's state: always, except for the prompt when its gradient is stopped."""
-        return self.exact or not node.children
+        return self.exact or node.name not in self._prompts
 
     def _declare_columns(self, nodes: tuple[Node, ...], chunks: Sequence[Chunk]) -> tuple[Column, ...]:
         """Declare the columns of a node's state, as far as later tokens see it."""

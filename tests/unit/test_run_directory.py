@@ -193,4 +193,4 @@ def test_a_sweep_removes_what_a_killed_process_left_and_nothing_else(tmp_path: P
     left[1].mkdir()
     (left[1] / "a").write_text("half")
     assert sorted(run.sweep()) == sorted(left)
-    assert sorted(p.name for p in run.path.rglob("*")) == ["kept", "results"]
+    assert sorted(p.name for p in run.path.rglob("*")) == ["kept", "plan.py", "results"]

@@ -1,0 +1,95 @@
+"""A tree deeper than a group goes through the same recursion and has the same exact gradient.
+
+The tree here: a prompt, a first turn with scored tokens, and two second turns that continue it. The oracle evaluates
+the three responses as whole sequences through Hugging Face's own model, with the derivatives that GRPO has at ratio 1
+written out by hand.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.float64 import lifted_casts
+from stages import Group, GrpoSettings
+from stages.audit import max_rel_err
+from stages.space import GrpoSpace
+from stages.tree import Node
+from tests.helpers import make_group, random_ids, run_step, save_policy, step_space, tiny_config
+from tests.parity import dense_oracle
+
+ADVANTAGES = (0.7, -1.1, 0.4)
+
+
+def turns(prompt_tokens: int) -> tuple[list[int], list[list[int]]]:
+    numbers = random.Random(prompt_tokens)
+    return random_ids(numbers, prompt_tokens), [random_ids(numbers, count) for count in (9, 13, 5)]
+
+
+def flat_group(prompt: list[int], parts: list[list[int]]) -> Group:
+    """The three turns as responses of one group: what the loss sees."""
+    return make_group({"prompt": prompt, "responses": parts, "advantages": list(ADVANTAGES)})
+
+
+def turn(name: str, opening: int, tokens: list[int], first_position: int, first_row: int, *children: Node) -> Node:
+    """A node whose every token is scored; the token before it opens it."""
+    return Node(
+        name=name,
+        inputs=(opening, *tokens[:-1]),
+        first_position=first_position,
+        rows=tuple(range(len(tokens))),
+        targets=tuple(tokens),
+        order=tuple(range(first_row, first_row + len(tokens))),
+        children=children,
+    )
+
+
+def deep_space(policy: Path, settings: GrpoSettings, prompt: list[int], parts: list[list[int]]) -> GrpoSpace:
+    space = step_space(policy, [flat_group(prompt, parts)], settings)
+    first, second, third = parts
+    after = len(prompt) - 1 + len(first)
+    leaves = (
+        turn("tree/first/second", first[-1], second, after, len(first)),
+        turn("tree/first/third", first[-1], third, after, len(first) + len(second)),
+    )
+    inner = turn("tree/first", prompt[-1], first, len(prompt) - 1, 0, *leaves)
+    trunk = Node(name="tree/prompt", inputs=tuple(prompt[:-1]), first_position=0, children=(inner,))
+    space.__dict__["trees"] = [trunk]
+    return space
+
+
+def oracle(policy: Path, prompt: list[int], parts: list[list[int]], *, stop_prompt: bool) -> dict[str, torch.Tensor]:
+    hf = dense_oracle.load(policy, "sdpa")
+    first, second, third = parts
+    losses = []
+    for before, tokens, advantage in zip(([], first, first), (first, second, third), ADVANTAGES, strict=True):
+        response = flat_group(prompt, [before + tokens] * 3).responses[0]
+        group = flat_group(prompt, [before + tokens] * 3)
+        scored = dense_oracle.score(hf, group, response, 1.0, stop_prompt=stop_prompt)
+        with lifted_casts(torch.float64):
+            losses.append(-advantage * scored.logprobs[len(before) :].mean() / len(ADVANTAGES))
+    torch.stack(losses).sum().backward()
+    return {name: parameter.grad for name, parameter in hf.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("gradient", ["exact", "stop-prompt"])
+@pytest.mark.parametrize("chunk_tokens", [4, 64])
+@pytest.mark.parametrize("prompt_tokens", [1, 23])
+def test_the_gradient_of_a_tree_of_depth_two_equals_dense_autograd(
+    gradient: str, chunk_tokens: int, prompt_tokens: int, tmp_path: Path
+) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("qwen3"))
+    prompt, parts = turns(prompt_tokens)
+    settings = GrpoSettings(
+        gradient=gradient,
+        dtype=torch.float64,
+        page_tokens=8,
+        fixed={"chunk_tokens": chunk_tokens, "branches_at_once": 2, "head_rows": 7},
+        update_weights=False,
+    )
+    done = run_step(deep_space(policy, settings, prompt, parts), tmp_path / "run")
+    expected = oracle(policy, prompt, parts, stop_prompt=gradient == "stop-prompt")
+    assert max_rel_err(done.gradients, expected) <= 1e-10
