@@ -1,0 +1,109 @@
+"""The everyday plan, through the command line: what it takes, what it refuses, and that refusals leave nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.__main__ import main
+from tests.helpers import checkpoint_tensors, save_policy, tiny_config
+
+GROUPS = [{"prompt": list(range(1, 9 + index)), "responses": [[3, 4], [5]], "rewards": [1, 0]} for index in range(3)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a policy and a rollouts file of three groups, and the current one."""
+    save_policy(tmp_path / "policy", tiny_config(tie_word_embeddings=True))
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(group) + "\n" for group in GROUPS))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(command: str, *settings: str) -> int:
+    words = [word for setting in ("policy=policy", "rollouts=rollouts.jsonl", *settings) for word in ("--set", setting)]
+    return main([command, "from_rollouts", *words, "--json", *(["--run", "run"] if command == "execute" else [])])
+
+
+def test_a_step_over_all_groups_writes_a_checkpoint(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("execute", "learning_rate=0.01") == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["metrics"]["responses"] == 6
+    before, after = checkpoint_tensors(folder / "policy"), checkpoint_tensors(Path(report["checkpoint"]))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "4"])
+def test_a_number_of_groups_that_the_file_does_not_have_is_refused(
+    number: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("simulate", f"groups_per_step={number}") == 2
+    assert "give 1 to 3" in capfd.readouterr().err
+
+
+def test_the_groups_that_are_left_out_are_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("simulate", "groups_per_step=2") == 0
+    assert json.loads(capfd.readouterr().out)["notes"] == ["groups 2 to 2 of rollouts.jsonl are left out of this step"]
+
+
+def test_a_policy_that_is_rounded_to_the_compute_dtype_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("simulate", "dtype=bfloat16") == 0
+    assert "its weights are rounded" in json.loads(capfd.readouterr().out)["notes"][0]
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_its_name(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / "policy" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.self_attn.o_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert run("execute") != 0
+    assert "model.layers.1.self_attn.o_proj.weight" in capfd.readouterr().err
+
+
+def test_a_model_that_is_refused_once_loaded_leaves_no_run_directory(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_policy(folder / "policy", tiny_config("granite", logits_scaling=8.0))
+    assert run("execute") == 2
+    assert "GraniteForCausalLM is refused" in capfd.readouterr().err
+    assert not (folder / "run").exists()
+
+
+def test_an_adapter_is_refused_with_advice(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    words = ["--set", "policy=adapter", "--set", "rollouts=rollouts.jsonl"]
+    assert main(["simulate", "from_rollouts", *words]) == 2
+    assert "merge it into its base model" in capfd.readouterr().err
+
+
+def test_log_probs_far_below_zero_do_not_stop_a_plan_from_being_made(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    old = [[-120.0, -150.0], [-200.0]]
+    groups = [{**group, "old_logprobs": old} for group in GROUPS]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(group) + "\n" for group in groups))
+    assert run("simulate") == 0
+
+
+def test_the_smallest_device_budget_is_that_of_the_leanest_choice_and_runs(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    group = {"prompt": [1, 2, 3, 4, 5], "responses": [[6] * 66], "rewards": [1.0]}
+    (folder / "rollouts.jsonl").write_text(json.dumps(group))
+    assert run("simulate") == 0
+    smallest = json.loads(capfd.readouterr().out)["smallest_device_bytes"]
+    words = ["--set", "policy=policy", "--set", "rollouts=rollouts.jsonl", "--json", "--budget"]
+    for tokens in (64, 128):
+        fixed = ["--set", f"chunk_tokens={tokens}"]
+        assert main(["simulate", "from_rollouts", *words, "device=1", *fixed]) == 3
+        assert json.loads(capfd.readouterr().out)["smallest_device_bytes"] >= smallest
+    assert main(["execute", "from_rollouts", *words, f"device={smallest}", "--run", "run"]) == 0
+    assert json.loads(capfd.readouterr().out)["measured_peak_bytes"]["device"] <= smallest
