@@ -212,7 +212,11 @@ class StageContext:
             for index, stream in enumerate(stage.streams):
                 for name in stream.values if stream.buffered is buffered else ():
                     self._stream_of.setdefault(name, index)
-        self._buffers: dict[int, torch.Tensor] = {}
+        self._buffers = {
+            index: torch.empty(machine.plan.buffer_bytes(stream), dtype=torch.uint8, device=machine.device)
+            for index, stream in enumerate(stage.streams)
+            if stream.buffered and any(machine.held[name].tier is not Tier.DEVICE for name in stream.values)
+        }
 
     @property
     def device(self) -> torch.device:
@@ -261,13 +265,10 @@ class StageContext:
         return next(iter(self._machine.plan.values[name].tensors.items()))
 
     def _buffer(self, name: str, spec: TensorSpec) -> torch.Tensor:
-        index = self._stream_of[name]
-        if index not in self._buffers:
-            nbytes = self._machine.plan.buffer_bytes(self.stage.streams[index])
-            if not nbytes:
-                raise EngineError(f"stage {self.stage.name} reads {name}, but its stream is declared as written only")
-            self._buffers[index] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return self._buffers[index][: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.shape[1:])
+        buffer = self._buffers.get(self._stream_of[name])
+        if buffer is None:
+            raise EngineError(f"stage {self.stage.name} reads {name}, but its stream is declared as written only")
+        return buffer[: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.shape[1:])
 
     def piece(self, name: str, index: int) -> torch.Tensor:
         """Return a piece on the device, to read; good until the next piece of the same stream."""
