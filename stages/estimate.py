@@ -12,6 +12,7 @@ from collections.abc import Hashable
 import torch
 
 from engine.budget import Tier
+from engine.errors import StageFailedError, UnsupportedModelError
 from engine.memory import DEVICE, LiveBytes
 from engine.plan import Plan, Stage, TensorSpec
 from engine.worker import TorchMachine, dtype_name
@@ -64,7 +65,11 @@ class Estimator:
         return [*self._model.hf.parameters(), *self._model.hf.buffers()]
 
     def workspace_bytes(self, shape: Hashable, stage: Stage, plan: Plan) -> int:
-        """Return the device bytes that ``stage`` needs beyond its Values and buffers."""
+        """Return the device bytes that ``stage`` needs beyond its Values and buffers.
+
+        Raises:
+            UnsupportedModelError: the stage can't be run with this architecture.
+        """
         if shape not in self._known:
             self._known[shape] = self._trace(stage, plan)
         return self._known[shape]
@@ -79,7 +84,13 @@ class Estimator:
             meter.adopt(self._tensors())  # or their views would count as new
             entry = meter.live[DEVICE]
             meter.restart_peak()
-            machine.run(stage)
+            try:
+                machine.run(stage)
+            except StageFailedError as error:
+                raise UnsupportedModelError(
+                    f"model type {self._model.hf.config.model_type!r} is refused: its layers can't be evaluated over "
+                    f"pages ({error})"
+                ) from error
             return meter.peak[DEVICE] - entry
 
 
