@@ -57,9 +57,16 @@ class Estimator:
         with meter:
             meter.adopt(self._tensors())
             entry = meter.live[DEVICE]
-            walk_logits(self._model.model)
+            try:
+                walk_logits(self._model.model)
+            except Exception as error:  # whatever a layer of an unknown kind raises
+                raise self._refusal(error) from error
         check = _CHECK_FORWARDS * (meter.peak[DEVICE] - entry)
         return max(self._building_bytes if self._drawn else largest, check)
+
+    def _refusal(self, error: Exception) -> UnsupportedModelError:
+        kind = self._model.hf.config.model_type
+        return UnsupportedModelError(f"model type {kind!r} is refused: its layers don't run one by one ({error})")
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self._model.hf.parameters(), *self._model.hf.buffers()]
@@ -87,10 +94,7 @@ class Estimator:
             try:
                 machine.run(stage)
             except StageFailedError as error:
-                raise UnsupportedModelError(
-                    f"model type {self._model.hf.config.model_type!r} is refused: its layers can't be evaluated over "
-                    f"pages ({error})"
-                ) from error
+                raise self._refusal(error) from error
             return meter.peak[DEVICE] - entry
 
 
