@@ -28,9 +28,6 @@ NUM_RESPONSES = 2
 CHOICES = {"chunk_tokens": 128, "branches_at_once": 1, "head_rows": 32}
 
 
-pytestmark = pytest.mark.slow  # about 80 s of one core, most of it dense autograd in float64
-
-
 @pytest.fixture(scope="module", name="policy")
 def _policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 with its weights rounded to bfloat16, so that every dtype reads the same numbers."""
