@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -41,10 +42,19 @@ def run_command(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print(f"engine: error: {error}", file=sys.stderr)
         return StageFailedError.exit_code
+    except Exception as error:  # not foreseen: exit code 1 would say "audit out of tolerance"
+        traceback.print_exc(file=sys.stderr)
+        print(f"engine: internal error: {type(error).__name__}: {error}; please report it", file=sys.stderr)
+        return StageFailedError.exit_code
 
 
 def _emit(arguments: argparse.Namespace, data: Mapping[str, object], text: Callable[[], str]) -> None:
-    print(json.dumps(data, default=str) if arguments.json else text(), file=arguments.out)
+    if not arguments.json:
+        print(text(), file=arguments.out)
+        return
+    from engine.runtime import finite
+
+    print(json.dumps(finite(data), default=str, allow_nan=False), file=arguments.out)
 
 
 def _load(arguments: argparse.Namespace) -> tuple[Plan, bytes]:
@@ -76,6 +86,9 @@ def _execute(arguments: argparse.Namespace) -> int:
 
     parse_budget(arguments.budget, default_budget(Path()))
     run = Path(arguments.run) if arguments.run else default_run_path(Path(arguments.plan).stem, datetime.now())
+    for text in (str(run.absolute()), arguments.plan, os.getcwd(), *arguments.settings):
+        if not text.isascii() and text != text.encode("utf-8", "replace").decode():
+            raise UsageError(f"{text!r} is not valid UTF-8, so a run could not record it; use another name")
     _refuse_full_directory(run)
     plan, source = _load(arguments)
     wanted = {"gradients": arguments.save_gradients} if arguments.save_gradients else {}

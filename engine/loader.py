@@ -43,7 +43,7 @@ class PlanFile:
             plan = self.build(**arguments)
         except EngineError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call itself
                 raise UsageError(f"{self.path}: {self.build.__name__}() can't be called: {error}") from error
             line = _line_in(self.path, error)
@@ -126,13 +126,13 @@ def _import(path: Path) -> types.ModuleType:
         spec.loader.exec_module(module)
     except EngineError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = _line_in(path, error)
         raise UsageError(f"plan {path} can't be imported: {type(error).__name__}: {error}{line}") from error
     return module
 
 
-def _line_in(path: Path, error: Exception) -> str:
+def _line_in(path: Path, error: BaseException) -> str:
     """Return `` (line N)`` for the innermost frame of ``error`` in the plan file."""
     line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
     trace = error.__traceback__

@@ -51,6 +51,9 @@ class RunDirectory:
                 f"run directory {path} is not empty ({num_entries} entries); "
                 f"continue that run with `engine resume {path}`, or name another directory with --run"
             )
+        outer = next((parent for parent in path.absolute().parents if (parent / "journal.msgpack").is_file()), None)
+        if outer is not None:
+            raise UsageError(f"run directory {path} lies inside another run, {outer}; name one outside with --run")
         path.mkdir(parents=True, exist_ok=True)
         sync_directory(path.parent)
         return cls(path=path)

@@ -9,6 +9,7 @@ stops the run. Results are in the journal and in ``results/``.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,7 @@ from typing import Any
 import engine
 from engine.budget import Budget, Tier
 from engine.driver import Observer, drive
-from engine.errors import StageFailedError, UsageError
+from engine.errors import StageFailedError, UnsupportedModelError, UsageError
 from engine.journal import Journal, PlanRecord, ResultRecord, RunFinished, SpillCommit, StageCommit, StageIntent
 from engine.memory import DEVICE, HOST, LiveBytes, peak_rss_bytes, release_freed_memory
 from engine.plan import Plan, Stage, digest, recipe_keys
@@ -145,8 +146,10 @@ def open_taps(plan: Plan, wanted: Mapping[str, str]) -> dict[str, list[tuple[Cal
             raise UsageError(f"plan {plan.name!r} can't save {name}; it offers {', '.join(plan.taps) or 'nothing'}")
         if not Path(path).absolute().parent.is_dir():
             raise UsageError(f"can't write {path!r}: its folder does not exist; create it first")
-        if Path(path).is_dir():
-            raise UsageError(f"can't write {path!r}: it is a folder; name a file in it")
+        if not Path(path).name or path.endswith("/") or (Path(path).exists() and not Path(path).is_file()):
+            raise UsageError(
+                f"can't write {path!r}: it is not a regular file; name one, or one that does not exist yet"
+            )
         taps.setdefault(plan.taps[name].after, []).append((plan.taps[name].run, path))
     return taps
 
@@ -181,7 +184,7 @@ def execute(
     directory = RunDirectory.create(run_path)
     try:
         return _execute_in(directory, forecast, taps, plan_source, recipe or {}, observers, again=False)
-    except UsageError:  # a model that is refused once its weights are there: nothing was done that could be resumed
+    except UnsupportedModelError:  # refused once its weights were there, in the first stage: nothing to resume
         shutil.rmtree(directory.path, ignore_errors=True)
         raise
 
@@ -210,7 +213,7 @@ def _execute_in(
         machine.taps = taps
         outcome = _drive(forecast, machine, journal, observers)
         line = {name: outcome.results.get(name) for name in ("loss", "grad_norm")} | outcome.results.get("metrics", {})
-        atomic_write_text(directory.results_path / "metrics.jsonl", json.dumps(line) + "\n")
+        atomic_write_text(directory.results_path / "metrics.jsonl", json.dumps(finite(line), allow_nan=False) + "\n")
         for name, value in outcome.results.items():
             journal.append(ResultRecord(name=name, payload={"value": value}))
         journal.append(RunFinished(results=outcome.results), sync=True)
@@ -234,6 +237,15 @@ def _plain(data: Mapping[str, object]) -> dict[str, Any]:
         key: _plain(value) if isinstance(value, Mapping) else value if _is_plain(value) else str(value)
         for key, value in data.items()
     }
+
+
+def finite(data: Any) -> Any:
+    """Return plain data with None for numbers that JSON can't hold (infinities, not-a-numbers)."""
+    if isinstance(data, Mapping):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _is_plain(value: object) -> bool:

@@ -16,6 +16,8 @@ _UNIT_BYTES = {
     "g": GIB, "gib": GIB, "gb": 1000**3,
     "t": TIB, "tib": TIB, "tb": 1000**4,
 }  # fmt: skip
+_LARGEST_BYTES = 2**62
+# More than any machine has, and still a 64-bit integer in a journal.
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -35,6 +37,8 @@ def parse_bytes(text: str) -> int:
         raise UsageError(f"a size must be at least one byte: {text!r}")
     if exact.denominator != 1 and match.group(2).lower() in ("", "b"):
         raise UsageError(f"a size is a whole number of bytes: {text!r}")
+    if exact > _LARGEST_BYTES:
+        raise UsageError(f"a size must be below 2**62 bytes: {text!r}")
     return int(exact)
 
 

@@ -124,7 +124,7 @@ class TorchMachine:
             raise
         except EngineError as error:
             raise StageFailedError(f"stage {stage.name} failed: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise StageFailedError(f"stage {stage.name} failed: {type(error).__name__}: {error}") from error
 
     def drop(self, value: Value, tier: Tier) -> None:

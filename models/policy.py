@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,10 @@ from models.dense import DenseModel
 from models.float64 import lifted_casts
 from models.support import check_config, check_structure, check_walk
 
+_log = logging.getLogger(__name__)
+
 _WEIGHT_PATTERN = "*.safetensors"
+_OTHER_WEIGHTS = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.ckpt", "*.index.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 _LONGEST_MESSAGE = 600
@@ -109,8 +113,14 @@ class PolicySource:
         check_config(self.config)
         with lifted_casts(dtype), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            hf = self._from_config(dtype) if self.location is None else self._from_checkpoint(dtype)
+            hf: Any = self._from_config(dtype) if self.location is None else self._from_checkpoint(dtype)
         check_structure(hf)
+        tied = hf.lm_head.weight is hf.model.embed_tokens.weight
+        if tied != bool(hf.config.tie_word_embeddings):
+            raise UsageError(
+                f"policy {self.name!r}: its weights contradict tie_word_embeddings={not tied} of its "
+                "configuration; correct config.json"
+            )
         return cast(PreTrainedModel, hf.eval())
 
     def _from_config(self, dtype: torch.dtype) -> PreTrainedModel:
@@ -140,6 +150,11 @@ class PolicySource:
                 f"policy {self.name!r} lacks {len(lacking)} tensors of its architecture, or has them in another shape: "
                 f"{', '.join(lacking[:3])}; they would be random"
             )
+        if unused := sorted(map(str, found["unexpected_keys"])):
+            _log.warning(
+                "policy %r holds %d tensors that its architecture does not use, such as %s; they will be left out",
+                self.name, len(unused), unused[0],
+            )  # fmt: skip
         return cast(PreTrainedModel, hf)
 
 
@@ -183,6 +198,12 @@ def find_policy(policy: str | Path | PreTrainedConfig) -> PolicySource:
     if not path.is_dir():
         return PolicySource(name=str(policy), config=config, location=str(policy))
     has_weights = any(path.glob(_WEIGHT_PATTERN))
+    others = [file.name for pattern in _OTHER_WEIGHTS for file in path.glob(pattern)]
+    if others and not has_weights:
+        raise UsageError(
+            f"policy {str(policy)!r} has its weights in {others[0]}, and only safetensors are read; "
+            "load it with transformers and save it again (save_pretrained)"
+        )
     return PolicySource(name=str(policy), config=config, location=str(path) if has_weights else None)
 
 

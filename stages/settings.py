@@ -44,9 +44,11 @@ class GrpoSettings:
             raise UsageError(f"gradient={self.gradient!r} is not known; choose exact or stop-prompt")
         if not 0 < self.temperature < float("inf"):
             raise UsageError(f"temperature={self.temperature!r} must be a positive number")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed={self.seed!r} must be a whole number of at least 0 that fits 63 bits")
         for name, value in {**self.fixed, "page_tokens": self.page_tokens}.items():
-            if value < 1:
-                raise UsageError(f"{name}={value!r} must be a whole number of at least 1")
+            if not 1 <= value < 2**31:
+                raise UsageError(f"{name}={value!r} must be a whole number of at least 1 that fits 31 bits")
 
 
 def parse_dtype(name: str | None, default: torch.dtype = torch.float32) -> torch.dtype:

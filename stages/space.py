@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from engine.budget import Tier
@@ -95,10 +96,16 @@ class GrpoSpace:
         return {key: ladder[0] for key, ladder in self.ladders.items()}
 
     def leanest(self) -> list[Choices]:
-        """Everything but the chunk length at its leanest: fewer branches and rows never need more, while a shorter
-        chunk may cut a response in two, whose first part then has state of its own."""
+        """Everything at its leanest, and longer chunks as far as they cut fewer responses.
+
+        Fewer branches, fewer rows and shorter chunks never need more, but for one case: a response that is cut has
+        state of its own between its parts.
+        """
         leanest = {key: ladder[-1] for key, ladder in self.ladders.items()}
-        return [{**leanest, "chunk_tokens": tokens} for tokens in self.ladders["chunk_tokens"]]
+        longest_leaf = max(len(leaf.inputs) for tree in self.trees for leaf in tree.children)
+        chunks = self.ladders["chunk_tokens"][::-1]
+        kept = [tokens for shorter, tokens in pairwise(chunks) if longest_leaf > shorter]
+        return [{**leanest, "chunk_tokens": tokens} for tokens in (chunks[0], *kept)]
 
     def leaner(self, choices: Choices, binding_stage: Stage) -> Choices | None:
         order = ["head_rows", "branches_at_once", "chunk_tokens"]
@@ -131,7 +138,7 @@ class _StepBuilder:
             choices={**choices, "page_tokens": self.settings.page_tokens},
             settings=self._fingerprint(),
             space=space,
-            notes=[*self._rounding_note(), *(note for entry in space.advantages for note in entry.notes)],
+            notes=[*self._weights_notes(), *(note for entry in space.advantages for note in entry.notes)],
         )
         self.sizes = geometry(
             self.policy.config,
@@ -182,9 +189,13 @@ class _StepBuilder:
             "baseline": settings.baseline,
         }
 
-    def _rounding_note(self) -> list[str]:
+    def _weights_notes(self) -> list[str]:
         stored, computed = self.policy.default_dtype(), self.settings.dtype
-        if self.policy.location is None or computed.itemsize >= stored.itemsize:
+        if self.policy.location is None:
+            return [
+                f"the policy is a configuration alone: its weights are random, drawn from seed {self.settings.seed}"
+            ]
+        if computed.itemsize >= stored.itemsize:
             return []
         return [
             f"the policy is in {dtype_name(stored)} and is computed in {dtype_name(computed)}: its weights are rounded "

@@ -128,3 +128,5 @@ def _update_slice(weight: torch.Tensor, gradient: torch.Tensor, scale: torch.Ten
     )
     if master is not weight:
         weight.copy_(master)
+    if not bool(torch.linalg.vector_norm(weight, math.inf).isfinite()):
+        raise StageFailedError(f"new weights are not finite; lower learning_rate={options.learning_rate!r}")
