@@ -147,9 +147,7 @@ def open_taps(plan: Plan, wanted: Mapping[str, str]) -> dict[str, list[tuple[Cal
         if not Path(path).absolute().parent.is_dir():
             raise UsageError(f"can't write {path!r}: its folder does not exist; create it first")
         if not Path(path).name or path.endswith("/") or (Path(path).exists() and not Path(path).is_file()):
-            raise UsageError(
-                f"can't write {path!r}: it is not a regular file; name one, or one that does not exist yet"
-            )
+            raise UsageError(f"can't write {path!r}: it is no regular file; name one, or one that is not there yet")
         taps.setdefault(plan.taps[name].after, []).append((plan.taps[name].run, path))
     return taps
 

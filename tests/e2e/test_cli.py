@@ -493,7 +493,7 @@ def test_a_damaged_journal_exits_4_for_show_and_resume_and_is_left_as_it_is(ligh
 # resume
 
 
-class Crash(Exception):
+class Crash(BaseException):
     """Stands for the end of the process: nothing in the engine expects it."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,43 @@ def test_the_smallest_device_budget_is_that_of_the_leanest_choice_and_runs(
         assert json.loads(capfd.readouterr().out)["smallest_device_bytes"] >= smallest
     assert main(["execute", "from_rollouts", *words, f"device={smallest}", "--run", "run"]) == 0
     assert json.loads(capfd.readouterr().out)["measured_peak_bytes"]["device"] <= smallest
+
+
+def test_weights_in_another_format_than_safetensors_are_refused_and_not_replaced_by_random_ones(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "policy" / "model.safetensors").rename(folder / "policy" / "pytorch_model.bin")
+    assert run("simulate") == 2
+    assert "only safetensors are read" in capfd.readouterr().err
+
+
+def test_random_weights_are_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "policy" / "model.safetensors").unlink()
+    assert run("simulate") == 0
+    assert "its weights are random, drawn from seed 0" in json.loads(capfd.readouterr().out)["notes"][0]
+
+
+def test_gradients_are_not_written_over_what_is_no_regular_file(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(folder / "pipe")
+    words = ["--set", "policy=policy", "--set", "rollouts=rollouts.jsonl", "--run", "run"]
+    assert main(["execute", "from_rollouts", *words, "--save-gradients", "pipe"]) == 2
+    assert "no regular file" in capfd.readouterr().err
+    assert (folder / "pipe").is_fifo()
+    assert not (folder / "run").exists()
+
+
+def test_a_run_inside_another_run_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("execute") == 0
+    words = ["--set", "policy=policy", "--set", "rollouts=rollouts.jsonl"]
+    assert main(["execute", "from_rollouts", *words, "--run", "run/results/inner"]) == 2
+    assert "lies inside another run" in capfd.readouterr().err
+
+
+def test_new_weights_that_are_not_finite_stop_the_run_before_its_checkpoint(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("execute", "learning_rate=1e39") == 5
+    assert "new weights are not finite" in capfd.readouterr().err
+    assert not (folder / "run" / "results" / "checkpoint").exists()
