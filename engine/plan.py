@@ -46,8 +46,12 @@ class TensorSpec:
             raise PlanError(f"dtype={self.dtype!r} is not known; choose one of {', '.join(ITEM_BYTES)}")
 
     @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return self.num_elements * ITEM_BYTES[self.dtype]
 
     @property
     def num_pieces(self) -> int:

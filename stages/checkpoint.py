@@ -62,16 +62,12 @@ def _converted(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[st
 
 def checkpoint_bytes(parameters: Mapping[str, TensorSpec], policy: PolicySource, item_bytes: int) -> int:
     """Return the size on disk of a checkpoint of these parameters at ``item_bytes`` an element, to a few KiB."""
-    weights = sum(spec.nbytes // _item(spec) * item_bytes + _HEADER_BYTES_A_TENSOR for spec in parameters.values())
+    weights = sum(spec.num_elements * item_bytes + _HEADER_BYTES_A_TENSOR for spec in parameters.values())
     extra = 0
     if policy.location is not None and Path(policy.location).is_dir():
         kept = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
         extra = sum(path.stat().st_size for name in kept if (path := Path(policy.location) / name).is_file())
     return weights + extra + len(policy.config.to_json_string()) + _FIXED_BYTES
-
-
-def _item(spec: TensorSpec) -> int:
-    return TensorSpec(shape=(1,), dtype=spec.dtype).nbytes
 
 
 def save_gradients(context: StageContext, path: str) -> None:

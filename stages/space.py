@@ -142,7 +142,7 @@ class _StepBuilder:
         )
         self.sizes = geometry(
             self.policy.config,
-            layer_parameters=sum(_elements(spec) for name, spec in self.parameters.items() if ".layers." in name),
+            layer_parameters=sum(spec.num_elements for name, spec in self.parameters.items() if ".layers." in name),
             dtype=self.settings.dtype,
         )
         self.lowering = Lowering(
@@ -264,7 +264,7 @@ class _StepBuilder:
 
     def _add_update(self) -> None:
         options = self.settings.optimizer
-        largest = max(_elements(spec) for spec in self.parameters.values())
+        largest = max(spec.num_elements for spec in self.parameters.values())
         scale = {"scale": TensorSpec(shape=(1,), dtype=dtype_name(self.wide))}
         self.plan.value(Value(name=names.CLIP, tensors=scale, tiers=VECTOR_TIERS))
         gradient_bytes = float(self.plan.values[names.GRADIENTS].nbytes)
@@ -298,7 +298,7 @@ class _StepBuilder:
         policy, tokenizer = self.policy, self.space.tokenizer
         dtype = policy.default_dtype() if policy.location is not None else self.settings.dtype
         nbytes = checkpoint.checkpoint_bytes(self.parameters, policy, dtype.itemsize)
-        copied = sum(_elements(spec) for spec in self.parameters.values()) * dtype.itemsize
+        copied = sum(spec.num_elements for spec in self.parameters.values()) * dtype.itemsize
         self.plan.value(
             Value(
                 name=names.CHECKPOINT,
@@ -320,10 +320,6 @@ class _StepBuilder:
                 cost=Cost(moved_bytes=float(nbytes)),
             )
         )
-
-
-def _elements(spec: TensorSpec) -> int:
-    return spec.nbytes // TensorSpec(shape=(1,), dtype=spec.dtype).nbytes
 
 
 def _group_data(group: Group) -> list[object]:
