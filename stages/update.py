@@ -1,34 +1,33 @@
-"""From accumulated gradients to new weights: merge, clip, AdamW.
+"""From accumulated gradients to new weights: merge, clip, AdamW. One optimizer update.
 
 The merge adds the head's share of a tied embedding to the look-up's share. The clip is two passes: norms per
 parameter, summed in the parameters' order; the factor is applied inside the optimizer, so that no scaled copy of the
 gradients exists. AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) is torch's own fused kernel, run on
-slices of a parameter so that moments and masters of one slice are alive at a time. Weights below float32 are updated
-through a float32 master.
+pieces of the state (`stages.optimizer`) and what belongs to them of weights and gradients. Weights below float32 are
+the rounding of their masters. Step count and learning rate of an update are known when it is planned.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 
+from engine.budget import Tier
 from engine.errors import StageFailedError, UsageError
-from engine.worker import StageContext
+from engine.plan import Cost, Stage, TensorSpec, Value
+from engine.worker import StageContext, dtype_name
 from models.dense import EMBEDDING_GRADIENT, HEAD_GRADIENT
 from models.float64 import accumulation_dtype
-from stages import names
+from stages.optimizer import OptimizerState, Part
 
-SLICE_ELEMENTS = 2**20
-# Parameters are updated this many elements at a time: large enough that Python does not count, small enough
-# that moments, master and scaled gradient of a slice (16 MiB in float32) hide in any stage's workspace.
-
-SCALARS_BYTES = 4096
-# Norms and step counters: a few numbers, rounded up.
+_COUNTER_BYTES = 4
+# Adam's step counter is a float32 number for every part, as torch's kernel wants it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +55,16 @@ class AdamWOptions:
                 raise UsageError(f"{name}={value!r} must be a number of at least {low} and below {high}")
 
 
-def merge(context: StageContext) -> None:
-    """Add the head's share of a tied embedding's gradient to the look-up's share, in place."""
-    if names.HEAD_GRADIENTS in context.stage.reads:
-        head = context.tensors(names.HEAD_GRADIENTS)[HEAD_GRADIENT]
-        context.tensors(names.GRADIENTS)[EMBEDDING_GRADIENT].add_(head)
+def merge_stage(*, name: str, gradients: str, head_gradients: str | None) -> Stage:
+    """Return the stage after which gradients are complete; it adds the head's share of a tied embedding in place."""
+
+    def run(context: StageContext) -> None:
+        if head_gradients is not None:
+            head = context.tensors(head_gradients)[HEAD_GRADIENT]
+            context.tensors(gradients)[EMBEDDING_GRADIENT].add_(head)
+
+    reads = () if head_gradients is None else (head_gradients,)
+    return Stage(name=name, kind="merge", run=run, reads=reads, updates=(gradients,))
 
 
 def global_norm(gradients: Mapping[str, torch.Tensor]) -> float:
@@ -68,65 +72,152 @@ def global_norm(gradients: Mapping[str, torch.Tensor]) -> float:
     return math.sqrt(math.fsum(torch.linalg.vector_norm(gradient).item() ** 2 for gradient in gradients.values()))
 
 
-def clip(context: StageContext, options: AdamWOptions) -> None:
-    """Report the gradients' norm and write the factor that brings it down to ``max_grad_norm``.
+def clip_value(name: str, dtype: torch.dtype) -> Value:
+    """Return the Value of a clip stage's factor; ``dtype`` is that of the weights."""
+    scale = TensorSpec(shape=(1,), dtype=dtype_name(accumulation_dtype(dtype)))
+    return Value(name=name, tensors={"scale": scale}, tiers=(Tier.DEVICE, Tier.HOST))
+
+
+def clip_stage(*, name: str, gradients: Value, clip: str, max_grad_norm: float, result: str = "grad_norm") -> Stage:
+    """Return the stage that reports the gradients' norm and writes the factor that brings it to ``max_grad_norm``.
+
+    It fails if a gradient is not finite.
+    """
+
+    def run(context: StageContext) -> None:
+        norm = global_norm(context.tensors(gradients.name))
+        if not math.isfinite(norm):
+            raise StageFailedError(f"the gradient's norm is {norm}; check the weights, the inputs and the dtype")
+        scale = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm else 1.0
+        context.tensors(clip)["scale"].fill_(scale)
+        context.results[result] = norm
+
+    return Stage(
+        name=name,
+        kind="clip",
+        run=run,
+        config={"max_grad_norm": float(max_grad_norm)},
+        reads=(gradients.name,),
+        writes=(clip,),
+        workspace_bytes=max(spec.nbytes // spec.num_elements for spec in gradients.tensors.values()),
+        cost=Cost(moved_bytes=float(gradients.nbytes), num_kernels=float(len(gradients.tensors))),
+    )
+
+
+def adamw_stage(
+    state: OptimizerState,
+    *,
+    name: str,
+    update: int,
+    gradients: str,
+    clip: str,
+    weights: str,
+    options: AdamWOptions,
+    learning_rate: float,
+) -> Stage:
+    """Return the stage that updates the weights in place; ``update`` is its number in the run, from 0.
+
+    It fails if a new weight is not finite.
 
     Raises:
-        StageFailedError: a gradient is not finite.
+        ValueError: a second update with a state that is not kept.
     """
-    norm = global_norm(context.tensors(names.GRADIENTS))
-    if not math.isfinite(norm):
-        raise StageFailedError(f"the gradient's norm is {norm}; check the weights, the inputs and the dtype")
-    limit = options.max_grad_norm
-    context.tensors(names.CLIP)["scale"].fill_(min(1.0, limit / (norm + 1e-6)) if limit else 1.0)
-    context.results["grad_norm"] = norm
-
-
-def adamw_workspace_bytes(largest_parameter: int, dtype: torch.dtype) -> int:
-    """Return the device bytes that `adamw_step` needs: scaled gradient, two moments and, below float32, a master."""
-    wide = accumulation_dtype(dtype)
-    tensors = 3 + (wide is not dtype)
-    return tensors * min(SLICE_ELEMENTS, largest_parameter) * wide.itemsize + SCALARS_BYTES
-
-
-def adamw_step(context: StageContext, options: AdamWOptions) -> None:
-    """Update the weights in place by one AdamW step from fresh moments."""
-    gradients = context.tensors(names.GRADIENTS)
-    scale = context.tensors(names.CLIP)["scale"]
-    model = context.item(names.WEIGHTS)
-    with torch.no_grad():
-        for name, parameter in model.hf.named_parameters():
-            for weight, gradient in _slices(parameter, gradients[name]):
-                _update_slice(weight, gradient, scale, options)
-
-
-def _slices(parameter: torch.Tensor, gradient: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    flat, flat_gradient = parameter.detach().view(-1), gradient.view(-1)
-    for start in range(0, flat.numel(), SLICE_ELEMENTS):
-        yield flat[start : start + SLICE_ELEMENTS], flat_gradient[start : start + SLICE_ELEMENTS]
-
-
-def _update_slice(weight: torch.Tensor, gradient: torch.Tensor, scale: torch.Tensor, options: AdamWOptions) -> None:
-    master = weight if weight.dtype is gradient.dtype else weight.to(gradient.dtype)
-    moments: Any = [torch.zeros_like(gradient), torch.zeros_like(gradient)]
-    adamw(
-        [master],
-        [gradient * scale],
-        [moments[0]],
-        [moments[1]],
-        [],
-        [torch.zeros((), dtype=torch.float32)],
-        foreach=False,
-        fused=True,
-        amsgrad=False,
-        beta1=options.beta1,
-        beta2=options.beta2,
-        lr=options.learning_rate,
-        weight_decay=options.weight_decay,
-        eps=options.eps,
-        maximize=False,
+    if update and not state.kept:
+        raise ValueError(f"update {update} needs the state of the one before it, which is not kept")
+    work = _Update(
+        state=state,
+        is_first=not update,
+        count=state.first_count + update,
+        names=(gradients, clip, weights),
+        options=options,
+        learning_rate=learning_rate,
     )
-    if master is not weight:
-        weight.copy_(master)
-    if not bool(torch.linalg.vector_norm(weight, math.inf).isfinite()):
-        raise StageFailedError(f"new weights are not finite; lower learning_rate={options.learning_rate!r}")
+    source = state.source.fingerprint if state.source is not None and not update else ""
+    return Stage(
+        name=name,
+        kind="adamw",
+        run=work.run,
+        config={"options": asdict(options), "learning_rate": learning_rate, "count": work.count, "source": source},
+        reads=(gradients, clip),
+        updates=(weights,),
+        streams=state.streams(updates=True),
+        workspace_bytes=work.workspace_bytes(),
+        cost=work.cost(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Update:
+    """One AdamW update of all weights. ``names`` are those of the gradients, the clip's factor and the weights."""
+
+    state: OptimizerState
+    is_first: bool
+    count: int
+    names: tuple[str, str, str]
+    options: AdamWOptions
+    learning_rate: float
+
+    def run(self, context: StageContext) -> None:
+        state, (gradients_name, clip, weights_name) = self.state, self.names
+        gradients, scale = context.tensors(gradients_name), context.tensors(clip)["scale"]
+        weights = dict(context.item(weights_name).hf.named_parameters())
+        source = state.source if self.is_first else None
+        scaled = torch.empty(state.piece_elements, dtype=state.wide, device=context.device)
+        with nullcontext() if source is None else source.reading() as reader, torch.no_grad():
+            for parts, piece in state.changing(context):
+                if self.is_first:
+                    state.fill(parts, piece, reader, weights)
+                for part in parts:
+                    torch.mul(part.of_parameter(gradients), scale, out=part.of_piece(scaled))
+                self._update_piece(parts, piece, scaled, weights)
+
+    def _update_piece(
+        self, parts: Sequence[Part], piece: torch.Tensor, scaled: torch.Tensor, weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        targets = [part.of_parameter(weights) for part in parts]
+        rows = [[part.of_piece(row) for part in parts] for row in (*piece, scaled)]
+        exp_avgs, exp_avg_sqs, *masters, gradients = rows
+        self._adamw(masters[0] if masters else targets, gradients, exp_avgs, exp_avg_sqs)
+        for target, master in zip(targets, masters[0] if masters else (), strict=bool(masters)):
+            target.copy_(master)
+        finite = torch.stack([torch.linalg.vector_norm(target, math.inf) for target in targets]).isfinite().tolist()
+        if not all(finite):
+            raise StageFailedError(
+                f"new weights are not finite (the first in {parts[finite.index(False)].parameter}); "
+                f"lower learning_rate={self.learning_rate!r}"
+            )
+
+    def _adamw(self, parameters: Any, gradients: Any, exp_avgs: Any, exp_avg_sqs: Any) -> None:
+        options = self.options
+        counters = torch.full((len(parameters),), float(self.count), dtype=torch.float32, device=gradients[0].device)
+        adamw(
+            parameters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            list(counters.unbind()),
+            foreach=False,
+            fused=True,
+            amsgrad=False,
+            beta1=options.beta1,
+            beta2=options.beta2,
+            lr=self.learning_rate,
+            weight_decay=options.weight_decay,
+            eps=options.eps,
+            maximize=False,
+        )
+
+    def workspace_bytes(self) -> int:
+        """Return the device bytes beyond Values and buffers: scaled gradients, a piece that is not kept, scalars."""
+        state = self.state
+        pieces = state.row_bytes + (0 if state.kept else state.piece_bytes)
+        norms = 2 * state.most_parts * state.dtype.itemsize
+        return pieces + max(state.most_parts * _COUNTER_BYTES, norms)
+
+    def cost(self) -> Cost:
+        state = self.state
+        elements, kinds = float(state.num_elements), len(state.kinds)
+        moved = state.wide.itemsize * (2 * kinds + 4) + 3 * state.dtype.itemsize
+        num_parts = sum(map(len, state.pieces))
+        return Cost(flops=15 * elements, moved_bytes=moved * elements, num_kernels=float(5 * num_parts))

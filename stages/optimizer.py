@@ -1,0 +1,372 @@
+"""AdamW's state through a run: moments, and masters where weights are below float32; in from a file, out to one.
+
+All parameters, in the order of ``named_parameters()``, lie behind each other in one flat vector, which is cut into
+*pieces* of equal length. A piece of state is ``[rows, elements]``: first moment, second moment, master. Some pieces
+make up a Value, which may live on any tier and is streamed, so that all of the state costs the device one buffer of
+one piece. A *part* is what a piece has of one parameter.
+
+Life cycle: the state is born in a run's first update (`stages.update`): zero moments and masters copied from the
+weights, or all of it from a file. A file is held against the weights right after those are loaded (`load_stage`).
+`save_stage` writes what there is. A run of one update may do without Values (``kept`` false): then a piece of state
+lives only while it is used, with the same bits.
+
+Invariants: parameters begin, and are cut, at multiples of `LANES` elements, so that vector kernels round as they would
+on whole parameters; the masters that a file holds round to the weights of the checkpoint beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import torch
+
+from engine.budget import Tier
+from engine.errors import StageFailedError, UsageError
+from engine.plan import Cost, Stage, Stream, TensorSpec, Value, ValueKind
+from engine.worker import StageContext, dtype_name, torch_dtype
+from models.float64 import accumulation_dtype
+from stages import names
+from stages.optimizer_file import MASTER, MOMENTS, Contents, OptimizerFile, Reader, Writer, writing
+
+PIECE_ELEMENTS = 2**20
+# Large enough that Python and the disk's seeks do not count, small enough that a piece (12 MiB in float32) hides in any
+# stage's workspace.
+
+LANES = 16
+# 64 bytes of float32, the widest vector of any CPU: a kernel's scalar remainder rounds otherwise than its vector body.
+
+PIECES_A_VALUE = 16
+# Values move between tiers as a whole: of these, part of the state may stay on the device while the rest leaves.
+
+_TENSOR = "state"
+_FINITE_BYTES = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Elements ``start`` to ``start + count`` of a parameter, which lie from ``first`` on in their piece."""
+
+    parameter: str
+    start: int
+    first: int
+    count: int
+
+    def of_piece(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the part's elements of a piece's row."""
+        return row[self.first : self.first + self.count]
+
+    def of_parameter(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the part's elements of a tensor that is shaped like its parameter."""
+        return tensors[self.parameter].detach().view(-1)[self.start : self.start + self.count]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """The state of all updates of a run.
+
+    ``dtype`` is that of the weights; the state is in its accumulation dtype. ``source`` is the file that it starts
+    from, None for a fresh one. ``kept`` says whether it outlives an update.
+
+    Raises:
+        UsageError: ``source`` is of other parameters, or in another dtype.
+    """
+
+    parameters: Mapping[str, TensorSpec]
+    dtype: torch.dtype
+    kept: bool = True
+    source: OptimizerFile | None = None
+
+    def __post_init__(self) -> None:
+        if self.source is not None:
+            _check_source(self.source, self)
+
+    @cached_property
+    def wide(self) -> torch.dtype:
+        """The dtype of moments and masters."""
+        return accumulation_dtype(self.dtype)
+
+    @cached_property
+    def has_masters(self) -> bool:
+        return any(spec.dtype != dtype_name(self.wide) for spec in self.parameters.values())
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the rows of a piece are."""
+        return (*MOMENTS, MASTER) if self.has_masters else MOMENTS
+
+    @property
+    def first_count(self) -> int:
+        """How many updates were done before this run."""
+        return self.source.contents.count if self.source is not None else 0
+
+    @cached_property
+    def piece_elements(self) -> int:
+        """Elements of a piece: pieces are as long as the largest parameter, or less, and all used to the end."""
+        lengths = [_padded(spec.num_elements) for spec in self.parameters.values()]
+        longest = min(_padded(PIECE_ELEMENTS), max(lengths))
+        num_pieces = -(-sum(lengths) // longest)
+        return _padded(-(-sum(lengths) // num_pieces))
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[Part, ...], ...]:
+        """The parts of every piece."""
+        pieces: list[list[Part]] = []
+        room = 0
+        for name, spec in self.parameters.items():
+            start = 0
+            while start < spec.num_elements:
+                if not room:
+                    pieces.append([])
+                    room = self.piece_elements
+                count = min(spec.num_elements - start, room)
+                pieces[-1].append(Part(parameter=name, start=start, first=self.piece_elements - room, count=count))
+                start += count
+                room -= _padded(count)
+        return tuple(map(tuple, pieces))
+
+    @property
+    def most_parts(self) -> int:
+        """The most parts of any piece."""
+        return max(map(len, self.pieces))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of a piece."""
+        return self.piece_elements * self.wide.itemsize
+
+    @property
+    def piece_bytes(self) -> int:
+        return len(self.kinds) * self.row_bytes
+
+    @property
+    def num_elements(self) -> int:
+        return sum(spec.num_elements for spec in self.parameters.values())
+
+    def values(self) -> list[Value]:
+        """Return the Values that the state is kept in; none if it is not."""
+        num_pieces = len(self.pieces) if self.kept else 0
+        return [
+            Value(name=f"{names.OPTIMIZER}/{number}", tensors={_TENSOR: self._spec(count)}, kind=ValueKind.ORDERED)
+            for number, start in enumerate(range(0, num_pieces, PIECES_A_VALUE))
+            if (count := min(PIECES_A_VALUE, num_pieces - start))
+        ]
+
+    def _spec(self, num_pieces: int) -> TensorSpec:
+        return TensorSpec(shape=(num_pieces, len(self.kinds), self.piece_elements), dtype=dtype_name(self.wide))
+
+    def streams(self, *, updates: bool) -> tuple[Stream, ...]:
+        """Return how a stage streams the state; no stream if it is not kept."""
+        values = tuple(value.name for value in self.values())
+        return (Stream(values=values, updates=updates),) if values else ()
+
+    def changing(self, context: StageContext) -> Iterator[tuple[tuple[Part, ...], torch.Tensor]]:
+        """Yield every piece's parts and its state to change in place, good until the next one."""
+        if self.kept:
+            for number, parts in enumerate(self.pieces):
+                name, index = self._place(number)
+                with context.changing(name, index) as piece:
+                    yield parts, piece
+            return
+        piece = torch.empty((len(self.kinds), self.piece_elements), dtype=self.wide, device=context.device)
+        for parts in self.pieces:
+            yield parts, piece.zero_()
+
+    def reading(self, context: StageContext) -> Iterator[tuple[tuple[Part, ...], torch.Tensor]]:
+        """Yield every piece's parts and its state, good until the next one."""
+        for number, parts in enumerate(self.pieces):
+            yield parts, context.piece(*self._place(number))
+
+    @staticmethod
+    def _place(number: int) -> tuple[str, int]:
+        value, index = divmod(number, PIECES_A_VALUE)
+        return f"{names.OPTIMIZER}/{value}", index
+
+    def fill(
+        self, parts: Sequence[Part], piece: torch.Tensor, reader: Reader | None, weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Give a piece, which is zero, what it has before the first update: from a file, or masters from weights."""
+        if reader is not None:
+            for kind, row in zip(self.kinds, piece, strict=True):
+                for part in parts:
+                    reader.read(kind, part.parameter, part.start, part.of_piece(row).numpy())
+        elif self.has_masters:
+            for part in parts:
+                part.of_piece(piece[-1]).copy_(part.of_parameter(weights))
+
+
+def _padded(count: int) -> int:
+    return -(-count // LANES) * LANES
+
+
+def _check_source(source: OptimizerFile, state: OptimizerState) -> None:
+    """Raise UsageError if a file is not of these parameters, or can't be gone on from in this dtype."""
+    shapes = {name: spec.shape for name, spec in state.parameters.items()}
+    found = source.contents.shapes
+    if wrong := [name for name in dict.fromkeys((*shapes, *found)) if shapes.get(name) != found.get(name)]:
+        raise UsageError(
+            f"the optimizer state {source.path} is of another model: {wrong[0]} is {_told(found.get(wrong[0]))} there "
+            f"and {_told(shapes.get(wrong[0]))} in the policy ({len(wrong)} parameters differ); give the state that "
+            "was saved beside the policy's checkpoint"
+        )
+    wide, saved = dtype_name(state.wide), source.contents.dtype
+    if saved != wide:
+        raise UsageError(
+            f"the optimizer state {source.path} is in {saved}, but this run keeps it in {wide}; "
+            "choose the dtype of the run that saved it"
+        )
+    if state.has_masters and MASTER not in source.contents.kinds:
+        raise UsageError(
+            f"the optimizer state {source.path} has no master weights, which dtype={dtype_name(state.dtype)!r} needs; "
+            f"choose dtype={saved}, as the run that saved it"
+        )
+
+
+def _told(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {list(shape)}"
+
+
+def load_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
+    """Return the stage that holds the state's source against the weights that were loaded, before any work is done.
+
+    Where the file has masters the weights become their rounding, so that a run loses nothing to a checkpoint in a
+    narrower dtype than its own.
+
+    Raises:
+        ValueError: the state has no source.
+    """
+    if state.source is None:
+        raise ValueError("a fresh state has nothing to load")
+    source, contents = state.source, state.source.contents
+    scratch = _restore_bytes(state, torch_dtype(contents.checkpoint_dtype)) if MASTER in contents.kinds else 0
+    return Stage(
+        name=name,
+        kind="load-optimizer",
+        run=lambda context: _load(context, state, source, weights),
+        config={"source": source.fingerprint},
+        updates=(weights,),
+        workspace_bytes=state.row_bytes + max(scratch, state.wide.itemsize + _FINITE_BYTES),
+        cost=Cost(moved_bytes=float(contents.nbytes) * 2),
+    )
+
+
+def _load(context: StageContext, state: OptimizerState, source: OptimizerFile, weights: str) -> None:
+    parameters = dict(context.item(weights).hf.named_parameters())
+    buffer = torch.zeros(state.piece_elements, dtype=state.wide, device=context.device)
+    with source.reading() as reader, torch.no_grad():
+        for kind in source.contents.kinds:
+            checksum = 0
+            for parts in state.pieces:
+                checksum = _read_row(reader, kind, parts, buffer, checksum)
+                if not bool(torch.linalg.vector_norm(buffer, math.inf).isfinite()):
+                    raise StageFailedError(f"the optimizer state {source.path}: {kind} has numbers that are not finite")
+                if kind == MASTER:
+                    _restore(parts, buffer, parameters, torch_dtype(source.contents.checkpoint_dtype), source.path)
+            if checksum != source.checksums[kind]:
+                raise StageFailedError(
+                    f"the optimizer state {source.path} is damaged: CRC32C of {kind} is {checksum:#010x}, not "
+                    f"{source.checksums[kind]:#010x}; restore the file"
+                )
+
+
+def _read_row(reader: Reader, kind: str, parts: Sequence[Part], row: torch.Tensor, checksum: int) -> int:
+    """Read a piece's numbers of one kind into ``row`` and return the checksum of all up to here."""
+    for part in parts:
+        numbers = part.of_piece(row).numpy()
+        reader.read(kind, part.parameter, part.start, numbers)
+        checksum = google_crc32c.extend(checksum, numbers.view(np.uint8))
+    return checksum
+
+
+def _restore_bytes(state: OptimizerState, stored: torch.dtype) -> int:
+    """Return the device bytes that `_restore` needs: two roundings at a time of the largest part."""
+    narrow = state.dtype.itemsize if state.dtype is not state.wide else 0
+    both = stored.itemsize + state.dtype.itemsize if stored is not state.dtype else narrow
+    return both * max(part.count for parts in state.pieces for part in parts)
+
+
+def _restore(
+    parts: Sequence[Part],
+    masters: torch.Tensor,
+    parameters: Mapping[str, torch.Tensor],
+    stored: torch.dtype,
+    path: Path,
+) -> None:
+    """Make weights the rounding of their masters. Raises StageFailedError if they are not those of the checkpoint."""
+    for part in parts:
+        weight, master = part.of_parameter(parameters), part.of_piece(masters)
+        rounded = master.to(weight.dtype).to(stored).to(weight.dtype)
+        if not torch.equal(weight, rounded):
+            raise StageFailedError(
+                f"the optimizer state {path} is of other weights: {part.parameter} is not the rounding of its master; "
+                "give the checkpoint that was saved with it, or start without it"
+            )
+        weight.copy_(master)
+
+
+def save_stage(
+    state: OptimizerState,
+    *,
+    name: str,
+    path: str,
+    weights: str,
+    updates: int,
+    checkpoint_dtype: torch.dtype,
+    result: str = "optimizer",
+) -> tuple[Stage, Value]:
+    """Return the stage that writes the state to ``path`` in the run's results, and the Value that it writes.
+
+    Stage and Value have the same name. ``updates`` is how many this run has done by then, ``checkpoint_dtype`` that of
+    the checkpoint that is saved with it: where it is narrower than the state's, the masters are saved too. The path
+    is reported as ``result``.
+
+    Raises:
+        ValueError: the state is not kept.
+    """
+    if not state.kept:
+        raise ValueError("a state that is not kept can't be saved")
+    with_masters = state.has_masters or checkpoint_dtype.itemsize < state.wide.itemsize
+    contents = Contents(
+        shapes={parameter: spec.shape for parameter, spec in state.parameters.items()},
+        kinds=(*MOMENTS, MASTER) if with_masters else MOMENTS,
+        dtype=dtype_name(state.wide),
+        checkpoint_dtype=dtype_name(checkpoint_dtype),
+        count=state.first_count + updates,
+    )
+
+    def run(context: StageContext) -> None:
+        target = context.directory / path
+        with writing(target, contents) as writer, torch.no_grad():
+            _save(context, state, writer, weights if weights in reads else None)
+        context.results[result] = str(target)
+        context.provide(name, disk_bytes=target.stat().st_size)
+
+    reads = (weights,) if with_masters and not state.has_masters else ()
+    stage = Stage(
+        name=name,
+        kind="save-optimizer",
+        run=run,
+        config={"count": contents.count, "checkpoint_dtype": contents.checkpoint_dtype},
+        reads=reads,
+        writes=(name,),
+        streams=state.streams(updates=False),
+        cost=Cost(moved_bytes=float(contents.nbytes)),
+    )
+    file = TensorSpec(shape=(contents.nbytes,), dtype="uint8")
+    return stage, Value(name=name, tensors={"file": file}, tiers=(Tier.DISK,), provided=True, keep=True)
+
+
+def _save(context: StageContext, state: OptimizerState, writer: Writer, weights: str | None) -> None:
+    """Write every piece; ``weights`` are their own masters, None where the pieces have them."""
+    parameters = dict(context.item(weights).hf.named_parameters()) if weights is not None else {}
+    for parts, piece in state.reading(context):
+        for part in parts:
+            for kind, row in zip(state.kinds, piece, strict=True):
+                writer.append(kind, part.of_piece(row).numpy())
+            if weights is not None:
+                writer.append(MASTER, part.of_parameter(parameters).numpy())
