@@ -12,7 +12,7 @@ from typing import Protocol
 from engine.budget import Budget, Tier
 from engine.ledger import Ledger
 from engine.plan import Plan, Stage, Value
-from engine.schedule import STAGING_ENTRY, Create, Drop, Move, Run, Schedule, begin, end
+from engine.schedule import STAGING_ENTRY, Create, Drop, Instruction, Move, Run, Schedule, begin, end
 
 
 class Machine(Protocol):
@@ -41,15 +41,31 @@ class Observer(Protocol):
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None: ...
 
 
+class Recorder(Protocol):
+    """Is told around every instruction, and of every byte that the ledger counts (`engine.trace.Recording`).
+
+    An instruction begins once the ledger has counted what it adds and ends before it uncounts what it leaves behind.
+    """
+
+    def begins(self, instruction: Instruction) -> None: ...
+    def ends(self, instruction: Instruction) -> None: ...
+    def changed(self, tier: Tier, entry: str, nbytes: int, live_bytes: int) -> None: ...
+
+
 def drive(
-    plan: Plan, schedule: Schedule, budget: Budget, machine: Machine, observers: Iterable[Observer] = ()
+    plan: Plan,
+    schedule: Schedule,
+    budget: Budget,
+    machine: Machine,
+    observers: Iterable[Observer] = (),
+    recorder: Recorder | None = None,
 ) -> Ledger:
     """Feed ``schedule`` to ``machine`` and return the ledger, with the peaks that were reached.
 
     Raises:
         DoesNotFitError: the schedule would exceed the budget (nothing of that instruction was done).
     """
-    ledger = Ledger(budget)
+    ledger = Ledger(budget, watch=recorder.changed if recorder is not None else None)
     observers = tuple(observers)
     stages = {stage.name: stage for stage in schedule.stages}
     if schedule.staging_bytes:
@@ -57,6 +73,8 @@ def drive(
         machine.reserve(schedule.staging_bytes)
     for instruction in schedule.instructions:
         begin(ledger, plan, instruction)
+        if recorder is not None:
+            recorder.begins(instruction)
         match instruction:
             case Create(value=name, tier=tier):
                 machine.create(plan.values[name], tier)
@@ -71,5 +89,7 @@ def drive(
                     observer.stage_ends(stages[name], planned)
             case Drop(value=name, tier=tier):
                 machine.drop(plan.values[name], tier)
+        if recorder is not None:
+            recorder.ends(instruction)
         end(ledger, instruction)
     return ledger

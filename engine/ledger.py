@@ -6,16 +6,21 @@ and removed once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.budget import Budget, Tier
 from engine.errors import DoesNotFitError
 from engine.units import format_bytes
 
+Watch = Callable[[Tier, str, int, int], None]
+"""Is told of every change: tier, entry, bytes added (negative: removed), bytes live afterwards."""
+
 
 class Ledger:
-    """Counts entries (a Value, a workspace, a buffer) per tier against a budget."""
+    """Counts entries (a Value, a workspace, a buffer) per tier against a budget; ``watch`` is told of each change."""
 
-    def __init__(self, budget: Budget) -> None:
-        self.budget = budget
+    def __init__(self, budget: Budget, watch: Watch | None = None) -> None:
+        self.budget, self._watch = budget, watch
         self.live: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._entries: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
@@ -41,10 +46,15 @@ class Ledger:
         self._entries[tier][entry] = nbytes
         self.live[tier] += nbytes
         self.peak[tier] = max(self.peak[tier], self.live[tier])
+        if self._watch is not None:
+            self._watch(tier, entry, nbytes, self.live[tier])
 
     def remove(self, tier: Tier, entry: str) -> None:
         """Uncount an entry. Raises KeyError if it is not there."""
-        self.live[tier] -= self._entries[tier].pop(entry)
+        nbytes = self._entries[tier].pop(entry)
+        self.live[tier] -= nbytes
+        if self._watch is not None:
+            self._watch(tier, entry, -nbytes, self.live[tier])
 
     def residents(self, tier: Tier) -> dict[str, int]:
         """Return the entries on ``tier`` with their bytes."""

@@ -16,12 +16,13 @@ from engine.hardware import HardwareProfile
 from engine.plan import Choices, Plan, Stage
 from engine.schedule import Schedule, device_floor, make_schedule
 from engine.simulated import SimulatedMachine
+from engine.trace import PREDICTED, Recording
 from engine.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A plan under chosen choices, its schedule, and what the simulator says of it."""
+    """A plan under chosen choices, its schedule, and what the simulator says of it; ``recording`` has the times."""
 
     plan: Plan
     budget: Budget
@@ -31,6 +32,7 @@ class Forecast:
     stage_s: dict[str, float]
     moved_bytes: dict[str, int]
     smallest_device_bytes: int
+    recording: Recording
 
     def as_dict(self) -> dict[str, object]:
         """Return the keys of ``engine simulate --json``."""
@@ -71,7 +73,9 @@ def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
         error.report = _report(chosen, str(error.report.get("binding_stage")), smallest_bytes, budget)
         raise
     machine = SimulatedMachine(chosen, profile)
-    ledger = drive(chosen, schedule, budget, machine)
+    recording = Recording(chosen, budget, process=PREDICTED, clock=lambda: machine.clock_s)
+    ledger = drive(chosen, schedule, budget, machine, recorder=recording)
+    recording.close()
     return Forecast(
         plan=chosen,
         budget=budget,
@@ -81,6 +85,7 @@ def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
         stage_s=machine.stage_s,
         moved_bytes=machine.moved_bytes,
         smallest_device_bytes=smallest_bytes,
+        recording=recording,
     )
 
 

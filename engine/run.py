@@ -5,6 +5,7 @@ Layout::
     DIR/journal.msgpack   what was intended and what was done (engine/journal.py); makes DIR a run
     DIR/store/            tensors, zarr v3 (engine/store.py)
     DIR/plan.py           the plan file as it was when the run started
+    DIR/trace.json        what happened when, as far as it came (engine/trace.py)
     DIR/results/          checkpoints, gradients and reports that outlive the run
 
 Invariant: a name that a reader can see holds everything it will ever hold. Files and directories are built under
@@ -88,6 +89,11 @@ class RunDirectory:
         return self.path / "plan.py"
 
     @property
+    def trace_path(self) -> Path:
+        """The trace, predicted and measured."""
+        return self.path / "trace.json"
+
+    @property
     def results_path(self) -> Path:
         """The directory of results; made by the first result."""
         return self.path / "results"
@@ -106,13 +112,28 @@ class RunDirectory:
     def clear(self) -> None:
         """Remove everything but the journal and the copy of the plan: an unfinished step begins again."""
         self.sweep()
-        for path in (self.store_path, self.results_path):
+        for path in (self.store_path, self.results_path, self.trace_path):
             _remove_tree(path)
 
 
 def default_run_path(plan: str, now: datetime) -> Path:
     """Return ``runs/PLAN-YYYYmmdd-HHMMSS``, where PLAN is the name of the plan or of its file without ``.py``."""
     return Path("runs") / f"{Path(plan).name.removesuffix('.py')}-{now:%Y%m%d-%H%M%S}"
+
+
+def check_writable(path: str) -> None:
+    """Say at once, not at the end of a run, that a file asked for can't be written.
+
+    Raises:
+        UsageError: its folder does not exist or may not be written, or something that is no regular file is there.
+    """
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"can't write {path!r}: its folder does not exist; create it first")
+    if not Path(path).name or path.endswith("/") or (Path(path).exists() and not Path(path).is_file()):
+        raise UsageError(f"can't write {path!r}: it is no regular file; name one, or one that is not there yet")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"can't write {path!r}: no permission to write in its folder; name another place")
 
 
 def atomic_write_text(path: Path, text: str) -> None:

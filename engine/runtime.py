@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,9 +26,10 @@ from engine.journal import Journal, PlanRecord, ResultRecord, RunFinished, Spill
 from engine.memory import DEVICE, HOST, LiveBytes, peak_rss_bytes, release_freed_memory
 from engine.plan import Plan, Stage, digest, recipe_keys
 from engine.planner import Forecast
-from engine.run import RunDirectory, atomic_write_bytes, atomic_write_text
+from engine.run import RunDirectory, atomic_write_bytes, atomic_write_text, check_writable
 from engine.schedule import Schedule
 from engine.store import Store
+from engine.trace import MEASURED, Recording, chrome_trace
 from engine.units import format_bytes
 from engine.worker import TorchMachine
 
@@ -67,6 +69,7 @@ class _Checked:
 
     machine: TorchMachine
     budget: Budget
+    recording: Recording
     overall: dict[str, int] = field(default_factory=lambda: {DEVICE: 0, HOST: 0})
     stages: dict[str, tuple[int, int]] = field(default_factory=dict)
     last_peak: dict[str, int] = field(default_factory=dict)
@@ -80,6 +83,7 @@ class _Checked:
         if not _is_plain(self.machine.results):
             raise StageFailedError(f"stage {stage.name} reports something other than plain data; use numbers and text")
         self.last_peak = dict(peak)
+        self.recording.measured(peak, self.machine.meter.live)
         self._note_peak()
         for tier, measured, limit in (
             (Tier.DEVICE, peak[DEVICE], min(planned_bytes[Tier.DEVICE], self.budget.device_bytes)),
@@ -144,12 +148,21 @@ def open_taps(plan: Plan, wanted: Mapping[str, str]) -> dict[str, list[tuple[Cal
     for name, path in wanted.items():
         if name not in plan.taps:
             raise UsageError(f"plan {plan.name!r} can't save {name}; it offers {', '.join(plan.taps) or 'nothing'}")
-        if not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"can't write {path!r}: its folder does not exist; create it first")
-        if not Path(path).name or path.endswith("/") or (Path(path).exists() and not Path(path).is_file()):
-            raise UsageError(f"can't write {path!r}: it is no regular file; name one, or one that is not there yet")
+        check_writable(path)
         taps.setdefault(plan.taps[name].after, []).append((plan.taps[name].run, path))
     return taps
+
+
+def new_recording(forecast: Forecast) -> Recording:
+    """Return a recording for `execute`; its clock starts when it is first asked."""
+    started: list[float] = []
+
+    def clock() -> float:
+        now = time.perf_counter()
+        started[:] = started or [now]
+        return now - started[0]
+
+    return Recording(forecast.plan, forecast.budget, process=MEASURED, clock=clock)
 
 
 def execute(
@@ -161,13 +174,15 @@ def execute(
     recipe: Mapping[str, Any] | None = None,
     again: bool = False,
     observers: Iterable[Observer] = (),
+    recording: Recording | None = None,
 ) -> Outcome:
     """Run a forecast plan in a new run directory and return what it reports.
 
     With ``again`` the directory is that of an unfinished run, whose step begins again from its beginning.
 
     ``plan_source`` is kept beside the journal, ``recipe`` in it: what a resume needs to build the same plan.
-    ``wanted`` are extra outputs, ``{tap: path}``.
+    ``wanted`` are extra outputs, ``{tap: path}``. ``recording`` (`new_recording`) is for callers that want the times;
+    the run directory gets them as ``trace.json`` in any case, beside the predicted ones, as far as the run came.
 
     Raises:
         UsageError: the run directory exists and is not empty, or an extra output can't be written.
@@ -175,13 +190,13 @@ def execute(
     """
     plan = forecast.plan
     taps = open_taps(plan, wanted or {})
+    recording = recording if recording is not None else new_recording(forecast)
     if again:
-        return _execute_in(
-            RunDirectory.open(run_path), forecast, taps, plan_source, recipe or {}, observers, again=True
-        )
+        directory = RunDirectory.open(run_path)
+        return _execute_in(directory, forecast, taps, plan_source, recipe or {}, observers, recording, again=True)
     directory = RunDirectory.create(run_path)
     try:
-        return _execute_in(directory, forecast, taps, plan_source, recipe or {}, observers, again=False)
+        return _execute_in(directory, forecast, taps, plan_source, recipe or {}, observers, recording, again=False)
     except UnsupportedModelError:  # refused once its weights were there, in the first stage: nothing to resume
         shutil.rmtree(directory.path, ignore_errors=True)
         raise
@@ -194,6 +209,7 @@ def _execute_in(
     plan_source: bytes | None,
     recipe: Mapping[str, Any],
     observers: Iterable[Observer],
+    recording: Recording,
     *,
     again: bool,
 ) -> Outcome:
@@ -209,7 +225,11 @@ def _execute_in(
         meter = LiveBytes()
         machine = TorchMachine(plan, meter=meter, store=store, directory=directory.results_path)
         machine.taps = taps
-        outcome = _drive(forecast, machine, journal, observers)
+        try:
+            outcome = _drive(forecast, machine, journal, observers, recording)
+        finally:
+            recording.close()
+            _leave_trace(directory, forecast, recording)
         line = {name: outcome.results.get(name) for name in ("loss", "grad_norm")} | outcome.results.get("metrics", {})
         atomic_write_text(directory.results_path / "metrics.jsonl", json.dumps(finite(line), allow_nan=False) + "\n")
         for name, value in outcome.results.items():
@@ -258,14 +278,25 @@ def _uses_disk(schedule: Schedule) -> bool:
     return schedule.staging_bytes > 0
 
 
-def _drive(forecast: Forecast, machine: TorchMachine, journal: Journal, observers: Iterable[Observer]) -> Outcome:
+def _leave_trace(directory: RunDirectory, forecast: Forecast, recording: Recording) -> None:
+    """Write the trace; a run is not lost, and an error not hidden, because that can't be done."""
+    try:
+        atomic_write_text(directory.trace_path, chrome_trace([forecast.recording, recording]))
+    except OSError as error:
+        print(f"note: the trace could not be written: {error}", file=sys.stderr)
+
+
+def _drive(
+    forecast: Forecast, machine: TorchMachine, journal: Journal, observers: Iterable[Observer], recording: Recording
+) -> Outcome:
     release_freed_memory()
     keys = recipe_keys(forecast.schedule.stages, engine.CODE_VERSION)
-    checked = _Checked(machine=machine, budget=forecast.budget)
+    checked = _Checked(machine=machine, budget=forecast.budget, recording=recording)
     journaled = _Journaled(journal=journal, machine=machine, checked=checked, keys=keys)
     started = time.monotonic()
     with machine.meter:
-        drive(forecast.plan, forecast.schedule, forecast.budget, machine, [checked, journaled, *observers])
+        told: list[Observer] = [checked, journaled, *observers]
+        drive(forecast.plan, forecast.schedule, forecast.budget, machine, told, recording)
     return Outcome(
         results=machine.results,
         measured_peak_bytes={**checked.overall, str(Tier.DISK): machine.disk_peak_bytes},
