@@ -11,7 +11,8 @@ array; its checksum is kept by the store.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -283,12 +284,21 @@ class StageContext:
             return buffer.zero_()
         return buffer.copy_(machine._from_disk(name, key, index, spec))
 
+    @contextmanager
+    def changing(self, name: str, index: int) -> Iterator[torch.Tensor]:
+        """Yield a piece on the device to change in place; at the end it is what the Value holds, wherever it lives.
+
+        No other piece of the same stream may be used meanwhile. After an error the piece off the device is as it was.
+        """
+        piece = self.piece(name, index)
+        yield piece
+        self._write_back(name, index, piece)
+
     def add_rows(self, name: str, index: int, start: int, parts: Iterable[torch.Tensor]) -> None:
         """Add ``parts`` (stacked along the piece's first axis) to a piece's tokens from ``start`` on, in place."""
-        piece = self.piece(name, index)
-        for part_index, part in enumerate(parts):
-            piece[part_index].narrow(TOKEN_AXIS, start, part.shape[TOKEN_AXIS]).add_(part)
-        self._write_back(name, index, piece)
+        with self.changing(name, index) as piece:
+            for part_index, part in enumerate(parts):
+                piece[part_index].narrow(TOKEN_AXIS, start, part.shape[TOKEN_AXIS]).add_(part)
 
     def write_rows(self, name: str, index: int, start: int, parts: Iterable[torch.Tensor]) -> None:
         """Write ``parts`` (stacked along the piece's first axis) to a piece's tokens from ``start`` on."""
