@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import UsageError
@@ -88,6 +95,23 @@ class PolicySource:
         if self.location is None or not Path(self.location).is_dir():
             return []
         return sorted(Path(self.location).glob(_WEIGHT_PATTERN))
+
+    def stop_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
+        """Return the ids that end a response: those of generation settings, configuration and tokenizer together."""
+        found: list[int] = []
+        for source in (self._generation_settings(), self.config, tokenizer):
+            ids = getattr(source, "eos_token_id", None)
+            found += [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+        return tuple(sorted({int(token) for token in found}))
+
+    def _generation_settings(self) -> Any:
+        """Return the checkpoint's generation settings, None where it has none."""
+        if self.location is None:
+            return None
+        try:
+            return GenerationConfig.from_pretrained(self.location)
+        except (OSError, ValueError):
+            return None
 
     def sizes_only(self, dtype: torch.dtype) -> DenseModel:
         """Return the model on torch's meta device: all sizes, no data. Raises UnsupportedModelError."""

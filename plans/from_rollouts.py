@@ -1,4 +1,4 @@
-"""The everyday plan: one exact GRPO step from a rollouts file.
+"""The everyday plan: exact GRPO steps from a rollouts file.
 
     engine simulate from_rollouts --set policy=DIR_OR_NAME --set rollouts=FILE.jsonl
     engine execute from_rollouts --set policy=DIR_OR_NAME --set rollouts=FILE.jsonl
@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 from engine import Plan
-from engine.errors import UsageError
-from stages import DEFAULT_PAGE_TOKENS, find_policy, grpo_step, parse_dtype, read_rollouts, step_settings
+from stages import DEFAULT_PAGE_TOKENS, deal, find_policy, grpo_run, parse_dtype, read_rollouts, step_settings
 
 
 def from_rollouts(
@@ -36,14 +35,21 @@ def from_rollouts(
     temperature: float = 1.0,
     seed: int = 0,
     baseline: Literal["mean", "leave-one-out"] = "mean",
+    steps: int = 1,
     groups_per_step: int | None = None,
+    epochs_per_step: int = 1,
+    schedule: Literal["constant", "linear", "cosine"] = "constant",
+    warmup_updates: int = 0,
+    optimizer_state: str | None = None,
+    save_optimizer: bool = False,
+    checkpoint_every: int | None = None,
     append_eos: bool = False,
     chunk_tokens: int | None = None,
     branches_at_once: int | None = None,
     head_rows: int | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
 ) -> Plan:
-    """One step over all groups of ``rollouts``, or over the first ``groups_per_step`` of them."""
+    """Steps over the groups of ``rollouts`` in their order, ``groups_per_step`` to each; one step takes all of them."""
     source = find_policy(policy)
     tokenizer = source.tokenizer()
     groups = read_rollouts(rollouts, tokenizer=tokenizer, vocab_size=source.config.vocab_size, append_eos=append_eos)
@@ -65,18 +71,20 @@ def from_rollouts(
         temperature=temperature,
         seed=seed,
         baseline=baseline,
+        epochs_per_step=epochs_per_step,
+        schedule=schedule,
+        warmup_updates=warmup_updates,
+        optimizer_state=optimizer_state,
+        save_optimizer=save_optimizer,
+        checkpoint_every=checkpoint_every,
         page_tokens=page_tokens,
         chunk_tokens=chunk_tokens,
         branches_at_once=branches_at_once,
         head_rows=head_rows,
     )
-    if groups_per_step is not None and not 1 <= groups_per_step <= len(groups):
-        raise UsageError(
-            f"groups_per_step={groups_per_step}: {rollouts} has {len(groups)} groups; give 1 to {len(groups)}"
-        )
-    plan = grpo_step(
-        name="from_rollouts", policy=source, groups=groups[:groups_per_step], settings=settings, tokenizer=tokenizer
-    )
-    if groups_per_step is not None and groups_per_step < len(groups):
-        plan.notes.append(f"groups {groups_per_step} to {len(groups) - 1} of {rollouts} are left out of this step")
+    dealt = deal(groups, steps=steps, groups_per_step=groups_per_step)
+    plan = grpo_run(name="from_rollouts", policy=source, steps=dealt, settings=settings, tokenizer=tokenizer)
+    used = sum(map(len, dealt))
+    if used < len(groups):
+        plan.notes.append(f"groups {used} to {len(groups) - 1} of {rollouts} are left out of this run")
     return plan

@@ -3,8 +3,9 @@
     engine execute quickstart
 
 The model is SmolLM2-135M-Instruct in float32, the prompt 2,048 tokens of Python's own documentation with a question on
-it, the group four given answers with graded rewards. After the step, dense autograd of the same work is measured by
-the same tracker; it gets no optimizer and one sequence at a time with every layer checkpointed.
+it. The step samples its own answers from the prompt's state, `graded` rewards them, and the weights are updated. After
+that, dense autograd of the same work is measured by the same tracker; it gets no optimizer and one sequence at a time
+with every layer checkpointed.
 """
 
 from __future__ import annotations
@@ -16,28 +17,45 @@ from engine.budget import Budget
 from engine.errors import UsageError
 from engine.units import MIB, format_bytes
 from models.policy import PolicySource
-from plans.quickstart_data import quickstart_group
+from plans.quickstart_data import documentation_prompt
 from plans.smollm2 import checkpoint_directory
 from stages import (
     DEFAULT_PAGE_TOKENS,
-    Group,
     GrpoSettings,
+    Prompt,
+    RolloutSettings,
+    Sample,
     find_policy,
     grpo_step,
     parse_dtype,
-    parse_group,
     step_settings,
 )
-from stages.dense import dense_peak_bytes
+from stages.dense import dense_peak_bytes, largest_group
 
 DEVICE_BUDGET_BYTES = 1280 * MIB
 # Weights and gradients take 1,026 MiB, the head's share of the tied embedding's gradient 108 MiB; what is left is for
 # state, workspace and buffers.
 
+POINTS = (
+    ("__debug__", 0.3),
+    ("AssertionError", 0.3),
+    ("if not", 0.2),
+    ("no code", 0.2),
+)
+# What the documentation says of the statement that the question is on, and what mentioning it is worth.
+
+
+def graded(sample: Sample) -> float:
+    """Return how much of the right answer a response has, and a little for coming to an end."""
+    found = sum(points for words, points in POINTS if words in sample.text)
+    return round(found + 0.1 * sample.finished + 0.1 * ("assert" in sample.text), 3)
+
 
 def quickstart(
     policy: str | None = None,
     prompt_tokens: int = 2048,
+    group_size: int = 4,
+    max_response_tokens: int = 64,
     gradient: str = "exact",
     loss: str = "grpo",
     dtype: str = "float32",
@@ -57,12 +75,8 @@ def quickstart(
         raise UsageError(
             f"policy {policy!r} has no tokenizer, and the quickstart's prompt is text; name another policy"
         )
-    group = parse_group(
-        quickstart_group(tokenizer, prompt_tokens),
-        where="quickstart",
-        tokenizer=tokenizer,
-        vocab_size=source.config.vocab_size,
-    )
+    prompt = Prompt(token_ids=tuple(documentation_prompt(tokenizer, prompt_tokens)), source="quickstart")
+    rollout = RolloutSettings(reward=graded, group_size=group_size, max_response_tokens=max_response_tokens)
     settings = step_settings(
         gradient=gradient,
         loss=loss,
@@ -75,18 +89,21 @@ def quickstart(
         branches_at_once=branches_at_once,
         head_rows=head_rows,
     )
-    plan = grpo_step(name="quickstart", policy=source, groups=[group], settings=settings, tokenizer=tokenizer)
+    plan = grpo_step(
+        name="quickstart", policy=source, groups=[prompt], settings=settings, rollout=rollout, tokenizer=tokenizer
+    )
     if policy is None:
         plan.budget = {"device": DEVICE_BUDGET_BYTES}
     if compare_dense:
-        plan.hooks["compare"] = partial(_compare, source, (group,), settings)
+        plan.hooks["compare"] = partial(_compare, source, prompt, rollout, settings)
     return plan
 
 
 def _compare(
-    policy: PolicySource, groups: tuple[Group, ...], settings: GrpoSettings, budget: Budget
+    policy: PolicySource, prompt: Prompt, rollout: RolloutSettings, settings: GrpoSettings, budget: Budget
 ) -> dict[str, object]:
-    nbytes = dense_peak_bytes(policy, groups, settings)
+    group = largest_group(prompt, group_size=1, max_response_tokens=rollout.max_response_tokens)
+    nbytes = dense_peak_bytes(policy, [group], settings)
     verdict = "would break" if nbytes > budget.device_bytes else "would fit"
     return {
         "dense_peak_bytes": nbytes,

@@ -5,12 +5,13 @@ May import ``models`` and ``engine``; is imported by ``plans``.
 
 from models.policy import find_policy
 from stages.group_parser import parse_group
-from stages.groups import Group, Response
+from stages.groups import Group, Prompt, Response
 from stages.losses import LossConfig
+from stages.rewards import Sample
 from stages.rollouts import read_rollouts
-from stages.settings import DEFAULT_PAGE_TOKENS, GrpoSettings, parse_dtype, step_settings
+from stages.settings import DEFAULT_PAGE_TOKENS, GrpoSettings, RolloutSettings, parse_dtype, step_settings
 from stages.space import GrpoSpace
-from stages.step import grpo_step
+from stages.step import deal, grpo_run, grpo_step
 from stages.update import AdamWOptions
 
 __all__ = [
@@ -20,8 +21,13 @@ __all__ = [
     "GrpoSettings",
     "GrpoSpace",
     "LossConfig",
+    "Prompt",
     "Response",
+    "RolloutSettings",
+    "Sample",
+    "deal",
     "find_policy",
+    "grpo_run",
     "grpo_step",
     "parse_dtype",
     "parse_group",

@@ -1,6 +1,7 @@
 """The audit: the planned gradient against dense autograd, and the bias of stopping at the prompt.
 
-The engine's gradient is computed by executing the plan itself, up to the merge, in a temporary run directory; the
+It looks at the first update of a run. Where responses are sampled, they are sampled once, and what was sampled is what
+all three gradients are taken on. The engine's gradient is computed by executing the plan itself, up to the merge, in a temporary run directory; the
 reference is `stages.dense`. Errors, as reported: ``max_rel_err`` is the largest over parameters of
 max|difference| / max(max|reference of that parameter|, 1e-6 max|reference of all|); ``l2_rel_err`` and ``cosine``
 take all parameters as one vector.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from engine.planner import forecast
 from engine.runtime import execute
 from engine.worker import dtype_name
 from stages.dense import dense_gradient
+from stages.groups import Group, StepGroup
+from stages.record import ROLLOUTS_FOLDER, rollouts_file
+from stages.rollouts import read_rollouts
 from stages.space import GrpoSpace
 
 TOLERANCE = {
@@ -42,9 +46,9 @@ def audit(space: GrpoSpace, budget: Budget, choices: Choices | None = None) -> d
 
     ``choices`` fixes chunking; None lets the planner choose within ``budget``.
     """
-    planned = engine_gradient(space, budget, space.settings.gradient, choices)
-    stopped = engine_gradient(space, budget, "stop-prompt", choices)
-    _, reference = dense_gradient(space.policy, space.groups, space.settings)
+    planned, groups = engine_gradient(space, space.steps[0], budget, space.settings.gradient, choices)
+    stopped, _ = engine_gradient(space, groups, budget, "stop-prompt", choices)
+    _, reference = dense_gradient(space.policy, groups, space.settings)
     dtype = space.settings.dtype
     report: dict[str, object] = {
         "max_rel_err": max_rel_err(planned, reference),
@@ -60,21 +64,41 @@ def audit(space: GrpoSpace, budget: Budget, choices: Choices | None = None) -> d
 
 
 def engine_gradient(
-    space: GrpoSpace, budget: Budget, gradient: str, choices: Choices | None = None
-) -> dict[str, torch.Tensor]:
-    """Execute a step up to the merge and return its gradients by parameter name, in the accumulators' dtype."""
+    space: GrpoSpace, step: Sequence[StepGroup], budget: Budget, gradient: str, choices: Choices | None = None
+) -> tuple[dict[str, torch.Tensor], tuple[Group, ...]]:
+    """Execute one step up to the merge; return its gradients by parameter name and its groups, sampled ones as given.
+
+    Gradients are in the accumulators' dtype.
+    """
     settings = replace(
         space.settings,
         gradient=gradient,
+        epochs_per_step=1,
+        optimizer_state=None,
+        save_optimizer=False,
         update_weights=False,
         fixed=dict(choices) if choices is not None else space.settings.fixed,
     )
-    variant = GrpoSpace(name=space.name, policy=space.policy, groups=space.groups, settings=settings)
+    variant = replace(space, steps=(tuple(step),), settings=settings)
     with tempfile.TemporaryDirectory(prefix="longstraw-audit-") as folder:
         file = Path(folder) / "gradients.safetensors"
         planned = forecast(variant.lower(variant.first()), budget, load_profile("cpu"))
         execute(planned, Path(folder) / "run", wanted={"gradients": str(file)})
-        return dict(load_file(file))
+        sampled = iter(_sampled_groups(variant, Path(folder) / "run" / "results"))
+        groups = tuple(group if isinstance(group, Group) else next(sampled) for group in step)
+        return dict(load_file(file)), groups
+
+
+def _sampled_groups(space: GrpoSpace, results: Path) -> list[Group]:
+    """Return what a run sampled, as groups whose old log-probabilities are to be recomputed."""
+    if not space.samples:
+        return []
+    vocab = int(space.policy.config.vocab_size)
+    groups = read_rollouts(results / ROLLOUTS_FOLDER / rollouts_file(0), tokenizer=space.tokenizer, vocab_size=vocab)
+    return [
+        replace(group, responses=tuple(replace(response, old_logprobs=None) for response in group.responses))
+        for group in groups
+    ]
 
 
 def max_rel_err(found: Gradients, reference: Gradients) -> float:

@@ -33,10 +33,10 @@ def load(context: StageContext, policy: PolicySource, dtype: torch.dtype, seed: 
     context.provide(names.WEIGHTS, tensors=(tensor.detach() for tensor in tensors), item=model)
 
 
-def save(context: StageContext, policy: PolicySource, tokenizer: Any, dtype: torch.dtype) -> None:
-    """Write the weights as a checkpoint in ``dtype`` and report its path."""
+def save(context: StageContext, policy: PolicySource, tokenizer: Any, dtype: torch.dtype, name: str) -> None:
+    """Write the weights as the checkpoint ``name`` in ``dtype`` and report its path."""
     hf = context.item(names.WEIGHTS).hf
-    target = context.directory / names.CHECKPOINT
+    target = context.directory / name
     with atomic_directory(target) as directory, quiet():
         hf.save_pretrained(directory, state_dict=None if hf.dtype is dtype else _converted(hf.state_dict(), dtype))
         config = copy.deepcopy(hf.config)
@@ -48,7 +48,7 @@ def save(context: StageContext, policy: PolicySource, tokenizer: Any, dtype: tor
         for path in directory.iterdir():
             path.chmod(mode)  # safetensors are written readable by their owner only
     context.results["checkpoint"] = str(target)
-    context.provide(names.CHECKPOINT, disk_bytes=disk_usage_bytes(target))
+    context.provide(name, disk_bytes=disk_usage_bytes(target))
 
 
 def _converted(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -70,12 +70,12 @@ def checkpoint_bytes(parameters: Mapping[str, TensorSpec], policy: PolicySource,
     return weights + extra + len(policy.config.to_json_string()) + _FIXED_BYTES
 
 
-def save_gradients(context: StageContext, path: str) -> None:
-    """Write the merged gradients to a safetensors file; it appears complete or not at all."""
+def save_gradients(context: StageContext, path: str, gradients: str) -> None:
+    """Write the merged gradients (the Value ``gradients``) to a safetensors file; it appears complete or not at all."""
     target = Path(path)
     temporary = partial_path(target)
     try:
-        save_file({name: tensor.numpy() for name, tensor in context.tensors(names.GRADIENTS).items()}, temporary)
+        save_file({name: tensor.numpy() for name, tensor in context.tensors(gradients).items()}, temporary)
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)

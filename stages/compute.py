@@ -16,19 +16,19 @@ sweep      backward   yes                         no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from engine.plan import TensorSpec
+from engine.plan import TensorSpec, digest
 from engine.worker import StageContext
 from models.chunk import backward_chunk, forward_chunk
 from models.float64 import lifted_casts
 from models.geometry import StateLayout
 from stages import names
+from stages.sampled import read_responses
 from stages.state import Column, PagedPrefix, read_cotangent, write_state
-from stages.tree import Chunk
+from stages.tree import Batch, Chunk, Sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,77 +45,104 @@ class ChunkWork:
     """One chunk with all that its forward and backward need.
 
     ``visible`` are the columns that it attends to, with the tokens visible in each; ``own`` are its node's columns
-    that its tokens lie in, empty where no later token sees its state.
+    that its tokens lie in, empty where no later token sees its state. ``update`` is the prefix of the update it
+    belongs to. Where tokens are sampled, Values have room for the most there can be and the first of them are used.
     """
 
     name: str
+    update: str
     chunk: Chunk
     visible: tuple[tuple[Column, int], ...]
     own: tuple[Column, ...]
     layout: StateLayout
     head: HeadOptions
 
-    @cached_property
-    def scored(self) -> tuple[tuple[int, int, int], ...]:
-        """(row, target, place in the canonical order) of the scored tokens."""
-        return tuple(self.chunk.scored())
+    @property
+    def max_rows(self) -> int:
+        """The number of scored rows, at most."""
+        return self.chunk.max_rows
 
     @property
     def score_tensors(self) -> dict[str, TensorSpec]:
         """What a score stage writes: log-probabilities and entropies of the scored rows."""
-        spec = TensorSpec(shape=(len(self.scored),), dtype=self.layout.cotangent_dtype)
+        spec = TensorSpec(shape=(self.max_rows,), dtype=self.layout.cotangent_dtype)
         return {"logprobs": spec, "entropies": spec}
+
+    def batch(self, context: StageContext) -> Batch:
+        """Return what is evaluated."""
+        return self.chunk.resolve({name: read_responses(context, name) for name in self.chunk.rollouts})
 
     def forward(self, context: StageContext) -> None:
         """Evaluate the chunk without autograd, keep its state if ``own``, score its rows if there are any."""
+        batch = self.batch(context)
+        if not batch.num_tokens:
+            return
         model = context.item(names.WEIGHTS)
         with lifted_casts(model.dtype):
             hidden = forward_chunk(
                 model,
-                context.index(self.chunk.padded_ids),
+                context.index(batch.padded_ids),
                 first_position=self.chunk.first_position,
                 prefix=PagedPrefix(context, self.visible),
                 keep_state=self._keeper(context) if self.own else None,
-                want_hidden=bool(self.scored),
+                want_hidden=bool(self.max_rows),
             )
-            if hidden is None:
-                return
-            rows, targets = self._rows_and_targets(context)
-            out = context.tensors(names.scores(self.name))
-            logprobs, entropies = model.head_score(
-                hidden.flatten(0, 1)[rows],
-                targets,
-                temperature=self.head.temperature,
-                block_rows=self.head.block_rows,
-            )
-            out["logprobs"].copy_(logprobs)
-            out["entropies"].copy_(entropies)
+            if hidden is not None:
+                self._score(context, model, batch, hidden)
+
+    def _score(self, context: StageContext, model: Any, batch: Batch, hidden_BSC: torch.Tensor) -> None:
+        rows, targets = _rows_and_targets(context, batch)
+        out = context.tensors(names.scores(self.name))
+        logprobs, entropies = model.head_score(
+            hidden_BSC.flatten(0, 1)[rows],
+            targets,
+            temperature=self.head.temperature,
+            block_rows=self.head.block_rows,
+        )
+        out["logprobs"][: len(rows)].copy_(logprobs)
+        out["entropies"][: len(rows)].copy_(entropies)
 
     def backward(self, context: StageContext) -> None:
         """Recompute the chunk with autograd and pull back the derivatives of its scores and its state's cotangents."""
+        batch = self.batch(context)
+        if not batch.num_tokens:
+            return
         model = context.item(names.WEIGHTS)
-        gradients = dict(context.tensors(names.GRADIENTS))
-        if names.HEAD_GRADIENTS in context.stage.updates:
-            gradients |= context.tensors(names.HEAD_GRADIENTS)
+        gradients = dict(context.tensors(names.gradients(self.update)))
+        if names.head_gradients(self.update) in context.stage.updates:
+            gradients |= context.tensors(names.head_gradients(self.update))
         model.accumulate_into(gradients)
         with lifted_casts(model.dtype):
             backward_chunk(
                 model,
-                context.index(self.chunk.padded_ids),
+                context.index(batch.padded_ids),
                 first_position=self.chunk.first_position,
                 prefix=PagedPrefix(context, self.visible),
-                state_cotangent=self._cotangents(context) if self._has_cotangents else None,
-                head_backward=self._head_backward(context, model) if self.scored else None,
+                state_cotangent=self._cotangents(context, batch) if self._has_cotangents else None,
+                head_backward=self._head_backward(context, model, batch) if self.max_rows else None,
             )
         model.accumulate_into({})
+
+    def config(self) -> dict[str, object]:
+        """Return what decides the result besides the inputs, for the recipe key."""
+        return {
+            "tokens": [self._content(node.content) for node in self.chunk.nodes],
+            "span": [self.chunk.start, self.chunk.stop],
+            "position": self.chunk.first_position,
+            "visible": [tokens for _, tokens in self.visible],
+            "temperature": self.head.temperature,
+            "head_rows": self.head.block_rows,
+        }
+
+    def _content(self, content: Any) -> list[object]:
+        if isinstance(content, Sampled):
+            return [content.response, content.opening_id, content.max_tokens]
+        inputs = content.inputs[self.chunk.start : self.chunk.stop]
+        return [digest(inputs), digest([list(content.rows), list(content.targets)])]
 
     @property
     def _has_cotangents(self) -> bool:
         return any(column.cotangent is not None for column in self.own)
-
-    def _rows_and_targets(self, context: StageContext) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, targets, _ = zip(*self.scored, strict=True)
-        return context.index(rows), context.index(targets)
 
     def _keeper(self, context: StageContext) -> Any:
         def keep(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -123,22 +150,24 @@ class ChunkWork:
 
         return keep
 
-    def _cotangents(self, context: StageContext) -> Any:
+    def _cotangents(self, context: StageContext, batch: Batch) -> Any:
+        stop = self.chunk.start + batch.num_tokens
+
         def cotangent(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return read_cotangent(context, self.own, layer, self.chunk.start, self.chunk.stop, self.layout)
+            return read_cotangent(context, self.own, layer, self.chunk.start, stop, self.layout)
 
         return cotangent
 
-    def _head_backward(self, context: StageContext, model: Any) -> Any:
+    def _head_backward(self, context: StageContext, model: Any, batch: Batch) -> Any:
         derivatives = context.tensors(names.derivatives(self.name))
 
         def head_backward(hidden_BSC: torch.Tensor) -> torch.Tensor:
-            rows, targets = self._rows_and_targets(context)
+            rows, targets = _rows_and_targets(context, batch)
             d_rows = model.head_backward(
                 hidden_BSC.flatten(0, 1)[rows],
                 targets,
-                derivatives["logprobs"],
-                derivatives["entropies"] if self.head.uses_entropies else None,
+                derivatives["logprobs"][: len(rows)],
+                derivatives["entropies"][: len(rows)] if self.head.uses_entropies else None,
                 temperature=self.head.temperature,
                 block_rows=self.head.block_rows,
             )
@@ -147,3 +176,8 @@ class ChunkWork:
             return d_hidden_BSC
 
         return head_backward
+
+
+def _rows_and_targets(context: StageContext, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, targets, _, _ = zip(*batch.scored(), strict=True)
+    return context.index(rows), context.index(targets)

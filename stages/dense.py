@@ -21,7 +21,7 @@ from engine.memory import DEVICE, LiveBytes
 from models.float64 import accumulation_dtype, lifted_casts
 from models.policy import PolicySource
 from stages.advantages import GroupAdvantages, group_advantages
-from stages.groups import Group
+from stages.groups import Group, Prompt, Response
 from stages.losses import evaluate_loss, make_batch
 from stages.settings import GrpoSettings
 
@@ -109,6 +109,12 @@ def _loss_derivatives(
     result = evaluate_loss(settings.loss, batch, logprobs, entropies)
     counts = [len(sequence.rows) for sequence in found]
     return result.loss, list(zip(result.d_logprobs.split(counts), result.d_entropies.split(counts), strict=True))
+
+
+def largest_group(prompt: Prompt, *, group_size: int, max_response_tokens: int) -> Group:
+    """Return a prompt's group with responses as long as they can get; what is in them is of no account."""
+    response = Response(token_ids=(0,) * max_response_tokens, mask=(True,) * max_response_tokens, reward=0.0)
+    return Group(prompt_ids=prompt.token_ids, responses=(response,) * group_size, source=prompt.source)
 
 
 def dense_peak_bytes(policy: PolicySource, groups: Sequence[Group], settings: GrpoSettings) -> int:

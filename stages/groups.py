@@ -43,6 +43,30 @@ class Group:
     source: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt whose responses are sampled while the plan runs.
+
+    Attributes:
+        token_ids: [tokens] ids, at least one.
+        data: what the reward function gets to know of it (the right answer, say); plain data.
+        source: where it came from, for messages.
+    """
+
+    token_ids: tuple[int, ...]
+    data: Any = None
+    source: str = "prompt"
+
+
+StepGroup = Group | Prompt
+"""A group of a step: with given responses, or with responses that are still to be sampled."""
+
+
+def prompt_ids(group: StepGroup) -> tuple[int, ...]:
+    """Return the ids of a group's prompt."""
+    return group.token_ids if isinstance(group, Prompt) else group.prompt_ids
+
+
 def require_trainable(groups: Sequence[Group]) -> None:
     """Refuse a batch in which no response has a token that carries loss.
 

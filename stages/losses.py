@@ -110,6 +110,8 @@ class LossBatch:
         has_old: [T] bool: the token's response came with log-probs of the policy that sampled it.
         old_logprobs: [T] nats, 0 where ``has_old`` is False; None where no response came with them.
         ref_logprobs: [T] nats, or None.
+        first_logprobs: [T] nats: what the step's first update scored; stands for old log-probs where none were given,
+            so that later updates from the same rollouts have a ratio. None in the first update, where the ratio is 1.
     """
 
     response_index: Tensor
@@ -119,6 +121,7 @@ class LossBatch:
     has_old: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    first_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -223,7 +226,7 @@ class _Terms:
     """What a loss may use, all [T] on the CPU in one dtype; only ``logp`` and what is made of it has a graph."""
 
     logp: Tensor
-    log_ratio: Tensor  # logp - old; exactly 0 where old is absent, with the derivative of logp
+    log_ratio: Tensor  # logp - old; exactly 0 where old is absent and this is the first update
     ratio: Tensor  # the importance ratio in the loss: per token, or the response's in each of its tokens
     advantages: Tensor
     ref: Tensor | None
@@ -232,7 +235,7 @@ class _Terms:
 
     @classmethod
     def of(cls, config: LossConfig, batch: LossBatch, logp: Tensor) -> _Terms:
-        old = logp.detach()
+        old = logp.detach() if batch.first_logprobs is None else _cpu(batch.first_logprobs, logp.dtype)
         if batch.old_logprobs is not None:
             old = torch.where(_cpu(batch.has_old, torch.bool), _cpu(batch.old_logprobs, logp.dtype), old)
         index = _cpu(batch.response_index, torch.int64)
@@ -387,6 +390,7 @@ def _check_inputs(config: LossConfig, batch: LossBatch, logprobs: Tensor, entrop
     shape = tuple(batch.response_index.shape)
     scored = {"logprobs": logprobs, "entropies": entropies}
     known = {"advantages": batch.advantages, "has_old": batch.has_old, "ref_logprobs": batch.ref_logprobs}
+    known["first_logprobs"] = batch.first_logprobs
     for name, vector in {**scored, **known, "old_logprobs": batch.old_logprobs}.items():
         if vector is not None and tuple(vector.shape) != shape:
             raise UsageError(f"{name} has shape {tuple(vector.shape)}, but the batch has {shape[0]} trainable tokens")

@@ -13,26 +13,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.budget import Tier
-from engine.plan import Cost, Plan, Stage, Stream, Value, digest
+from engine.plan import Cost, Plan, Stage, Stream, Value
 from models.geometry import Geometry, StateLayout
 from stages import names
 from stages.compute import ChunkWork, HeadOptions
 from stages.estimate import Estimator
+from stages.sampled import VECTOR_TIERS
 from stages.state import Column, column_values, make_columns
 from stages.tree import Chunk, Node, chunks_of, waves_of
 
 Visible = tuple[tuple[Column, int], ...]
 
-VECTOR_TIERS = (Tier.DEVICE, Tier.HOST)
-# Vectors of a few numbers a token: a file for each would be absurd.
-
 
 @dataclass(kw_only=True)
 class Lowering:
-    """Adds the stages of token trees to a plan. ``works`` collects the scored chunks in the order they are scored."""
+    """Adds the stages of the token trees of one update to a plan.
+
+    ``update`` is the update's prefix; ``works`` collects the scored chunks in the order in which they are scored.
+    """
 
     plan: Plan
+    update: str
     sizes: Geometry
     layout: StateLayout
     head: HeadOptions
@@ -45,19 +46,23 @@ class Lowering:
     _columns: dict[str, tuple[Column, ...]] = field(default_factory=dict)
     _prompts: set[str] = field(default_factory=set)
 
-    def forward(self, nodes: tuple[Node, ...], path: Visible = (), *, is_prompt: bool = True) -> None:
-        """Add the forward stages of a node (or of a wave of sibling leaves) and of everything below it.
+    def forward_prompt(self, tree: Node) -> Visible:
+        """Add the forward stages of a tree's root, where ``stop-prompt`` stops the gradient; return its state."""
+        self._prompts.add(tree.name)
+        return self._forward_own((tree,), ())
 
-        ``is_prompt``: the node is the root of its tree, where ``stop-prompt`` stops the gradient.
-        """
-        if is_prompt:
-            self._prompts.add(nodes[0].name)
+    def forward_below(self, nodes: tuple[Node, ...], path: Visible) -> None:
+        """Add the forward stages of everything below a node whose state, with all before it, is ``path``."""
+        for wave in self._waves(nodes):
+            self.forward_below(wave, path + self._forward_own(wave, path))
+
+    def _forward_own(self, nodes: tuple[Node, ...], path: Visible) -> Visible:
+        """Add the forward stages of a node (or of a wave of sibling leaves); return its own state."""
         chunks = chunks_of(nodes, self.chunk_tokens)
         columns = self._declare_columns(nodes, chunks)
         for chunk in chunks:
             self._forward_chunk(self._work(chunk, path, columns))
-        for wave in self._waves(nodes):
-            self.forward(wave, path + _all_of(columns), is_prompt=False)
+        return _all_of(columns)
 
     def backward(self, nodes: tuple[Node, ...], path: Visible = ()) -> None:
         """Add the backward stages of everything below a node, then of its own chunks from last to first."""
@@ -67,7 +72,7 @@ class Lowering:
             self.backward(wave, path + _all_of(columns))
         for chunk in reversed(chunks):
             work = self._work(chunk, path, columns)
-            if work.scored or self._has_cotangents(nodes[0]):
+            if work.max_rows or self._has_cotangents(nodes[0]):
                 self._backward_chunk(work)
 
     def _waves(self, nodes: tuple[Node, ...]) -> list[tuple[Node, ...]]:
@@ -80,7 +85,7 @@ class Lowering:
     def _declare_columns(self, nodes: tuple[Node, ...], chunks: Sequence[Chunk]) -> tuple[Column, ...]:
         """Declare the columns of a node's state, as far as later tokens see it."""
         node = nodes[0]
-        kept = len(node.inputs) if node.children else (chunks[-1].start if len(nodes) == 1 else 0)
+        kept = node.max_inputs if node.children else (chunks[-1].start if len(nodes) == 1 else 0)
         columns = make_columns(node.name, kept, self.layout, with_cotangents=self._has_cotangents(node))
         for column in columns:
             for value in column_values(column, self.layout):
@@ -93,11 +98,19 @@ class Lowering:
         own = tuple(column for column in columns if column.overlap(chunk.start, chunk.stop) is not None)
         last = chunk.nodes[-1].name.rsplit("/", 1)[-1] if len(chunk.nodes) > 1 else ""
         name = f"{chunk.nodes[0].name}{'-' + last if last else ''}/tokens{chunk.start}-{chunk.stop}"
-        return ChunkWork(name=name, chunk=chunk, visible=(*path, *before), own=own, layout=self.layout, head=self.head)
+        return ChunkWork(
+            name=name,
+            update=self.update,
+            chunk=chunk,
+            visible=(*path, *before),
+            own=own,
+            layout=self.layout,
+            head=self.head,
+        )
 
     def _forward_chunk(self, work: ChunkWork) -> None:
         writes: tuple[str, ...] = ()
-        if work.scored:
+        if work.max_rows:
             self.works.append(work)
             writes = (names.scores(work.name),)
             for name in (names.scores(work.name), names.derivatives(work.name)):
@@ -107,11 +120,11 @@ class Lowering:
             streams.append(Stream(values=tuple(column.state for column in work.own), updates=True, buffered=False))
         self._add(
             Stage(
-                name=f"{'score' if work.scored else 'prefill'} {work.name}",
-                kind="score" if work.scored else "prefill",
+                name=f"{'score' if work.max_rows else 'prefill'} {work.name}",
+                kind="score" if work.max_rows else "prefill",
                 run=work.forward,
-                config=self._config(work),
-                reads=(names.WEIGHTS,),
+                config=work.config(),
+                reads=(names.WEIGHTS, *work.chunk.rollouts),
                 writes=writes,
                 streams=tuple(stream for stream in streams if stream.values),
                 cost=self._cost(work, backward=False),
@@ -132,15 +145,19 @@ class Lowering:
             Stream(values=states),
             Stream(values=cotangents, updates=True),
         )
-        tied_head = self.tied_head and work.scored
+        tied_head = self.tied_head and work.max_rows
         self._add(
             Stage(
-                name=f"{'replay' if work.scored else 'sweep'} {work.name}",
-                kind="replay" if work.scored else "sweep",
+                name=f"{'replay' if work.max_rows else 'sweep'} {work.name}",
+                kind="replay" if work.max_rows else "sweep",
                 run=work.backward,
-                config=self._config(work),
-                reads=(names.WEIGHTS, *((names.derivatives(work.name),) if work.scored else ())),
-                updates=(names.GRADIENTS, *((names.HEAD_GRADIENTS,) if tied_head else ())),
+                config=work.config(),
+                reads=(
+                    names.WEIGHTS,
+                    *work.chunk.rollouts,
+                    *((names.derivatives(work.name),) if work.max_rows else ()),
+                ),
+                updates=(names.gradients(self.update), *((names.head_gradients(self.update),) if tied_head else ())),
                 streams=tuple(stream for stream in streams if stream.values),
                 cost=self._cost(work, backward=True),
             ),
@@ -152,35 +169,25 @@ class Lowering:
         shape = (
             stage.kind,
             len(work.chunk.nodes),
-            work.chunk.tokens,
+            work.chunk.max_tokens,
             longest if stage.kind in ("replay", "sweep") else bool(longest),
             len(work.own),
-            len(work.scored),
+            work.max_rows,
             self.head,
         )
         workspace = self.estimator.workspace_bytes(shape, stage, self.plan)
         self.plan.add(replace(stage, workspace_bytes=workspace))
 
-    def _config(self, work: ChunkWork) -> dict[str, object]:
-        return {
-            "ids": digest(work.chunk.padded_ids),
-            "scored": digest(work.scored),
-            "position": work.chunk.first_position,
-            "visible": [tokens for _, tokens in work.visible],
-            "temperature": self.head.temperature,
-            "head_rows": self.head.block_rows,
-        }
-
     def _cost(self, work: ChunkWork, *, backward: bool) -> Cost:
-        rows = len(work.chunk.nodes) * work.chunk.tokens
+        rows = len(work.chunk.nodes) * work.chunk.max_tokens
         cost = self.sizes.backward_cost if backward else self.sizes.forward_cost
         body = cost(
             rows=rows,
-            tokens=work.chunk.tokens,
+            tokens=work.chunk.max_tokens,
             prefix_tokens=sum(tokens for _, tokens in work.visible),
             pages=len(work.visible),
         )
-        return body + self.sizes.head_cost(rows=len(work.scored), backward=backward)
+        return body + self.sizes.head_cost(rows=work.max_rows, backward=backward)
 
 
 def _all_of(columns: Sequence[Column]) -> Visible:

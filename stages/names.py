@@ -1,10 +1,38 @@
-"""Names of the Values that every GRPO step has."""
+"""Names of the Values of a GRPO run.
+
+What lives through the whole run has a constant name; what belongs to one step, one update, one group or one chunk has
+a function. An *update* is one optimizer update: an epoch of a step. ``step0/`` begins what belongs to a step,
+``step0/epoch1/`` what belongs to one of its epochs where it has several.
+"""
 
 WEIGHTS = "weights"
-GRADIENTS = "gradients"
-HEAD_GRADIENTS = "gradients/head"
-CLIP = "clip"
 CHECKPOINT = "checkpoint"
+OPTIMIZER = "optimizer"
+
+
+def step_prefix(step: int) -> str:
+    """Return how the names of a step's stages and Values begin."""
+    return f"step{step}/"
+
+
+def update_prefix(step: int, epoch: int, epochs: int) -> str:
+    """Return how the names of an update's stages and Values begin: the step's own prefix where it has one epoch."""
+    return step_prefix(step) if epochs == 1 else f"{step_prefix(step)}epoch{epoch}/"
+
+
+def gradients(update: str) -> str:
+    """Return the name of the parameters' gradients of an update, given by its prefix."""
+    return f"{update}gradients"
+
+
+def head_gradients(update: str) -> str:
+    """Return the name of the head's own share of a tied embedding's gradient."""
+    return f"{update}gradients/head"
+
+
+def clip(update: str) -> str:
+    """Return the name of the factor that clipping puts on the gradients."""
+    return f"{update}clip"
 
 
 def scores(work: str) -> str:
@@ -15,3 +43,18 @@ def scores(work: str) -> str:
 def derivatives(work: str) -> str:
     """Return the name of the Value that holds the loss's derivatives by those scores."""
     return f"{work}/derivatives"
+
+
+def rollout(step: int, group: int) -> str:
+    """Return the name of the sampled responses of a group: ``token_ids``, ``lengths`` and ``logprobs``."""
+    return f"{step_prefix(step)}group{group}/rollout"
+
+
+def rewards(step: int, group: int) -> str:
+    """Return the name of the rewards of a group's sampled responses, [responses] float64."""
+    return f"{step_prefix(step)}group{group}/rewards"
+
+
+def advantages(step: int, group: int) -> str:
+    """Return the name of the advantages of a group's sampled responses, [responses, tokens] float64."""
+    return f"{step_prefix(step)}group{group}/advantages"

@@ -1,21 +1,29 @@
-"""All that decides the result of a GRPO step besides policy and rollouts, and how plans spell it.
+"""All that decides the result of a GRPO run besides policy and groups, and how plans spell it.
 
 Every plan that makes a GRPO step uses the same flat names, which ``--set`` overrides; `step_settings` turns them into
-a `GrpoSettings`.
+a `GrpoSettings`. How responses are sampled and rewarded is a `RolloutSettings`, which holds functions and is written
+in the plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from engine.errors import UsageError
 from engine.plan import Choices
+from engine.source import source_digest
 from stages.advantages import Baseline
+from stages.learning_rate import Schedule
 from stages.losses import LossConfig
 from stages.update import AdamWOptions
+
+if TYPE_CHECKING:
+    from stages.rewards import Sample
 
 Gradient = Literal["exact", "stop-prompt"]
 
@@ -26,11 +34,23 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoSettings:
-    """All that decides the result of a step, besides policy and rollouts."""
+    """All that decides the result of a run, besides policy and groups.
+
+    ``epochs_per_step``: optimizer updates that a step makes from the same rollouts; from the second on, ratios are to
+    the log-probabilities of the first. ``schedule`` and ``warmup_updates`` shape the learning rate over all updates of
+    the run (`stages.learning_rate`). ``optimizer_state`` is a file to go on from, ``save_optimizer`` leaves one.
+    ``checkpoint_every`` counts steps; the last step always leaves a checkpoint.
+    """
 
     gradient: str = "exact"
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: AdamWOptions = field(default_factory=AdamWOptions)
+    epochs_per_step: int = 1
+    schedule: Schedule = "constant"
+    warmup_updates: int = 0
+    optimizer_state: str | None = None
+    save_optimizer: bool = False
+    checkpoint_every: int | None = None
     dtype: torch.dtype = torch.float32
     temperature: float = 1.0
     seed: int = 0
@@ -46,9 +66,47 @@ class GrpoSettings:
             raise UsageError(f"temperature={self.temperature!r} must be a positive number")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"seed={self.seed!r} must be a whole number of at least 0 that fits 63 bits")
-        for name, value in {**self.fixed, "page_tokens": self.page_tokens}.items():
-            if not 1 <= value < 2**31:
-                raise UsageError(f"{name}={value!r} must be a whole number of at least 1 that fits 31 bits")
+        counts = {"page_tokens": self.page_tokens, "epochs_per_step": self.epochs_per_step}
+        if self.checkpoint_every is not None:
+            counts["checkpoint_every"] = self.checkpoint_every
+        for name, value in {**self.fixed, **counts}.items():
+            _whole_number(name, value)
+
+
+def _whole_number(name: str, value: int) -> None:
+    if not 1 <= value < 2**31:
+        raise UsageError(f"{name}={value!r} must be a whole number of at least 1 that fits 31 bits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """How responses are sampled and rewarded.
+
+    Attributes:
+        reward: called for every sampled response (`stages.rewards.Sample`); returns a finite number.
+        group_size: responses a prompt.
+        max_response_tokens: a response that has not ended by then is cut. Memory is planned for this length.
+        advantage: called with the responses of a group and their rewards; returns a number a response, or a list of
+            one number a token. None means (reward - mean) / (std + 1e-4), as `stages.advantages` has it.
+        stop_token_ids: a response ends with the first of these; None means those of the policy and its tokenizer.
+        greedy: take the likeliest token instead of a random one.
+    """
+
+    reward: Callable[[Sample], float]
+    group_size: int = 8
+    max_response_tokens: int = 256
+    advantage: Callable[[Sequence[Sample], Sequence[float]], Sequence[float | Sequence[float]]] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        _whole_number("group_size", self.group_size)
+        _whole_number("max_response_tokens", self.max_response_tokens)
+
+    @cached_property
+    def function_digests(self) -> tuple[str, str]:
+        """Hashes of the reward and the advantage function, for recipe keys."""
+        return source_digest(self.reward), "" if self.advantage is None else source_digest(self.advantage)
 
 
 def parse_dtype(name: str | None, default: torch.dtype = torch.float32) -> torch.dtype:
@@ -64,6 +122,9 @@ _LOSS_NAMES = (
     "loss", "aggregation", "epsilon", "epsilon_high", "delta", "kl", "beta", "entropy_bonus", "max_response_tokens",
 )  # fmt: skip
 _OPTIMIZER_NAMES = ("learning_rate", "weight_decay", "max_grad_norm")
+_RUN_NAMES = (
+    "epochs_per_step", "schedule", "warmup_updates", "optimizer_state", "save_optimizer", "checkpoint_every",
+)  # fmt: skip
 _CHOICE_NAMES = ("chunk_tokens", "branches_at_once", "head_rows")
 _OWN_NAMES = ("gradient", "temperature", "seed", "baseline", "page_tokens")
 
@@ -71,13 +132,13 @@ _OWN_NAMES = ("gradient", "temperature", "seed", "baseline", "page_tokens")
 def step_settings(*, dtype: torch.dtype, **flat: Any) -> GrpoSettings:
     """Return the settings that plans spell as flat keyword arguments; a choice of None is left to the planner.
 
-    Known names: those of `stages.losses.LossConfig`, learning_rate, weight_decay, max_grad_norm, gradient,
-    temperature, seed, baseline, page_tokens, chunk_tokens, branches_at_once and head_rows.
+    Known names: those of `stages.losses.LossConfig`, learning_rate, weight_decay, max_grad_norm, those of
+    `GrpoSettings` that are plain numbers or names, and the choices chunk_tokens, branches_at_once and head_rows.
 
     Raises:
         UsageError: an unknown name, or a value out of its range.
     """
-    known = (*_LOSS_NAMES, *_OPTIMIZER_NAMES, *_CHOICE_NAMES, *_OWN_NAMES)
+    known = (*_LOSS_NAMES, *_OPTIMIZER_NAMES, *_RUN_NAMES, *_CHOICE_NAMES, *_OWN_NAMES)
     unknown = [name for name in flat if name not in known]
     if unknown:
         raise UsageError(f"no setting {unknown[0]!r}; known are {', '.join(known)}")
@@ -91,4 +152,5 @@ def step_settings(*, dtype: torch.dtype, **flat: Any) -> GrpoSettings:
         fixed={name: value for name, value in given(_CHOICE_NAMES).items() if value is not None},
         dtype=dtype,
         **given(_OWN_NAMES),
+        **given(_RUN_NAMES),
     )

@@ -1,37 +1,34 @@
-"""The plans that one GRPO step could be: `GrpoSpace` is what the planner chooses from, and lowers a choice.
-
-The stages, in order: load the weights; forward every group (prefill, score); the loss; backward every group (replay,
-sweep), last group first, whose state is most likely still at hand; merge; clip; AdamW; checkpoint.
+"""The plans that one GRPO run could be: `GrpoSpace` is what the planner chooses from, and lowers a choice.
 
 Choices, all of which can be fixed by hand: ``chunk_tokens`` (what one stage evaluates), ``branches_at_once``
-(responses batched into one wave), ``head_rows`` (rows scored per block). Smaller ones need less workspace and more
-time. ``page_tokens`` is a constant of the plan.
+(responses batched into one wave, also when they are sampled), ``head_rows`` (rows scored per block). Smaller ones
+need less workspace and more time. ``page_tokens`` is a constant of the plan. What a choice is made into is in
+`stages.build`.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from engine.budget import Tier
 from engine.errors import UsageError
-from engine.plan import Choices, Cost, Plan, Stage, Tap, TensorSpec, Value, ValueKind, digest
-from engine.worker import dtype_name
-from models.dense import HEAD_GRADIENT
-from models.float64 import accumulation_dtype
-from models.geometry import geometry, state_layout
+from engine.plan import Choices, Plan, Stage, TensorSpec
 from models.policy import PolicySource
-from stages import checkpoint, names, update
+from stages import names
 from stages.advantages import GroupAdvantages, group_advantages
-from stages.compute import HeadOptions
+from stages.build import RunBuilder
 from stages.estimate import Estimator
-from stages.groups import Group
+from stages.groups import Group, Prompt, StepGroup
 from stages.loss_stage import LossStage
-from stages.lower import VECTOR_TIERS, Lowering
-from stages.settings import GrpoSettings
-from stages.tree import Node, step_trees
+from stages.optimizer import OptimizerState
+from stages.optimizer_file import read_optimizer_file
+from stages.rewards import SampledGroup
+from stages.settings import GrpoSettings, RolloutSettings
+from stages.tree import Node, group_tree, sampled_tree
 
 SMALLEST_CHUNK_TOKENS = 64
 LARGEST_CHUNK_TOKENS = 1024
@@ -42,14 +39,21 @@ HEAD_ROWS_LADDER = (256, 64, 16)
 
 @dataclass(kw_only=True)
 class GrpoSpace:
-    """The plans of one GRPO step under all choices; see `engine.plan.ChoiceSpace`."""
+    """The plans of one GRPO run under all choices; see `engine.plan.ChoiceSpace`.
+
+    ``steps`` are the groups of every step; ``rollout`` says how responses are made where a group is a `Prompt`.
+    """
 
     name: str
     policy: PolicySource
-    groups: tuple[Group, ...]
+    steps: tuple[tuple[StepGroup, ...], ...]
     settings: GrpoSettings
+    rollout: RolloutSettings | None = None
     tokenizer: Any = None
-    _lowered: dict[tuple[tuple[str, int], ...], Plan] = field(default_factory=dict)
+    sampled_lengths: dict[str, list[int]] = field(default_factory=dict, init=False)
+    _lowered: dict[tuple[tuple[str, int], ...], Plan] = field(default_factory=dict, init=False)
+    _optimizer: OptimizerState | None = field(default=None, init=False)
+    _loss_bytes: dict[Hashable, int] = field(default_factory=dict, init=False)
 
     @cached_property
     def estimator(self) -> Estimator:
@@ -60,32 +64,134 @@ class GrpoSpace:
         return self.estimator.load_workspace_bytes()
 
     @cached_property
-    def trees(self) -> list[Node]:
-        return step_trees(self.groups)
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a sampled response."""
+        if self.rollout is not None and self.rollout.stop_token_ids is not None:
+            return self.rollout.stop_token_ids
+        return self.policy.stop_token_ids(self.tokenizer)
 
     @cached_property
-    def advantages(self) -> list[GroupAdvantages]:
+    def advantages(self) -> list[list[GroupAdvantages | None]]:
+        """The advantages of every step's groups; None where responses are still to be sampled."""
         settings = self.settings
         return [
-            group_advantages(group, scale=settings.loss.scale_advantages, baseline=settings.baseline)
-            for group in self.groups
+            [
+                group_advantages(group, scale=settings.loss.scale_advantages, baseline=settings.baseline)
+                if isinstance(group, Group)
+                else None
+                for group in groups
+            ]
+            for groups in self.steps
         ]
+
+    def optimizer_state(self, parameters: Mapping[str, TensorSpec], *, kept: bool) -> OptimizerState:
+        """Return the optimizer's state that the run keeps; its file is read once, for its sizes."""
+        if self._optimizer is None:
+            source = self.settings.optimizer_state
+            self._optimizer = OptimizerState(
+                parameters=parameters,
+                dtype=self.settings.dtype,
+                kept=kept,
+                source=None if source is None else read_optimizer_file(Path(source)),
+            )
+        return self._optimizer
+
+    def loss_workspace_bytes(self, loss: LossStage) -> int:
+        """Return the device bytes of a loss stage; stages of sampled groups of the same sizes need the same."""
+        key = loss.shape
+        if key is None:
+            return loss.workspace_bytes()
+        if key not in self._loss_bytes:
+            self._loss_bytes[key] = loss.workspace_bytes()
+        return self._loss_bytes[key]
+
+    @property
+    def samples(self) -> bool:
+        """Whether any response is sampled."""
+        return any(isinstance(group, Prompt) for groups in self.steps for group in groups)
+
+    def sampled_groups(self, step: int) -> list[SampledGroup]:
+        """Return the groups of a step whose responses are sampled, in order."""
+        return [
+            self._sampled_group(step, index, group)
+            for index, group in enumerate(self.steps[step])
+            if isinstance(group, Prompt)
+        ]
+
+    def _sampled_group(self, step: int, index: int, prompt: Prompt) -> SampledGroup:
+        if self.rollout is None:
+            raise UsageError(f"{prompt.source} has no responses, and the plan has no reward function to sample with")
+        return SampledGroup(
+            prompt=prompt,
+            step=step,
+            group=index,
+            rollout=self.rollout,
+            stop_token_ids=self.stop_token_ids,
+            tokenizer=self.tokenizer,
+            scale_advantages=self.settings.loss.scale_advantages,
+            baseline=self.settings.baseline,
+        )
+
+    def trees(self, step: int, update: str) -> list[tuple[int, Node]]:
+        """Return a step's token trees with their groups' numbers, longest prompt first.
+
+        Groups without anything to train on have none. ``update`` begins the nodes' names.
+        """
+        return sorted(self._trees(step, update), key=lambda item: -item[1].max_inputs)
+
+    def _trees(self, step: int, update: str) -> Iterator[tuple[int, Node]]:
+        first = 0
+        for index, group in enumerate(self.steps[step]):
+            name = f"{update}group{index}"
+            if isinstance(group, Group):
+                tree = group_tree(group, name=name, first_response=first)
+                first += len(group.responses)
+            else:
+                tree = self._sampled_tree(step, index, group, name, first)
+                first += len(tree.children)
+            if tree.children:
+                yield index, tree
+
+    def _sampled_tree(self, step: int, index: int, prompt: Prompt, name: str, first: int) -> Node:
+        rollout = self._sampled_group(step, index, prompt).rollout
+        return sampled_tree(
+            prompt.token_ids,
+            name=name,
+            rollout=names.rollout(step, index),
+            group_size=rollout.group_size,
+            max_tokens=rollout.max_response_tokens,
+            first_response=first,
+        )
+
+    @cached_property
+    def _shapes(self) -> list[tuple[int, int, int, int]]:
+        """(longest prompt, longest response, most branches, most rows) of every step."""
+        return [self._shape([tree for _, tree in self.trees(step, "")]) for step in range(len(self.steps))]
+
+    def _shape(self, trees: list[Node]) -> tuple[int, int, int, int]:
+        leaves = [leaf for tree in trees for leaf in tree.children]
+        return (
+            max((tree.max_inputs for tree in trees), default=0),
+            max((leaf.max_inputs for leaf in leaves), default=1),
+            max((len(tree.children) for tree in trees), default=1),
+            max((sum(leaf.max_rows(0, leaf.max_inputs) for leaf in tree.children) for tree in trees), default=1),
+        )
 
     @cached_property
     def ladders(self) -> dict[str, tuple[int, ...]]:
         """Every choice's values from the fastest to the leanest."""
-        longest = max(len(node.inputs) for tree in self.trees for node in (tree, *tree.children))
+        prompts, responses, most, rows = zip(*self._shapes, strict=True)
+        longest = max(*prompts, *responses)
         chunks = [LARGEST_CHUNK_TOKENS]
         while chunks[-1] > SMALLEST_CHUNK_TOKENS:
             chunks.append(chunks[-1] // 2)
-        branches = [max(len(tree.children) for tree in self.trees)]
+        branches = [max(most)]
         while branches[-1] > 1:
             branches.append((branches[-1] + 1) // 2)
-        rows = max(sum(len(leaf.rows) for leaf in tree.children) for tree in self.trees)
         ladders = {
             "chunk_tokens": tuple(c for c in chunks if c < 2 * longest or c == chunks[-1]),
             "branches_at_once": tuple(branches),
-            "head_rows": tuple(r for r in HEAD_ROWS_LADDER if r < 4 * rows or r == HEAD_ROWS_LADDER[-1]),
+            "head_rows": tuple(r for r in HEAD_ROWS_LADDER if r < 4 * max(rows) or r == HEAD_ROWS_LADDER[-1]),
         }
         unknown = set(self.settings.fixed) - set(ladders)
         if unknown:
@@ -102,7 +208,7 @@ class GrpoSpace:
         state of its own between its parts.
         """
         leanest = {key: ladder[-1] for key, ladder in self.ladders.items()}
-        longest_leaf = max(len(leaf.inputs) for tree in self.trees for leaf in tree.children)
+        longest_leaf = max(responses for _, responses, _, _ in self._shapes)
         chunks = self.ladders["chunk_tokens"][::-1]
         kept = [tokens for shorter, tokens in pairwise(chunks) if longest_leaf > shorter]
         return [{**leanest, "chunk_tokens": tokens} for tokens in (chunks[0], *kept)]
@@ -121,206 +227,5 @@ class GrpoSpace:
     def lower(self, choices: Choices) -> Plan:
         key = tuple(sorted(choices.items()))
         if key not in self._lowered:
-            self._lowered[key] = _StepBuilder(self, choices).build()
+            self._lowered[key] = RunBuilder(self, choices).build()
         return self._lowered[key]
-
-
-class _StepBuilder:
-    """Lowers one step under given choices."""
-
-    def __init__(self, space: GrpoSpace, choices: Choices) -> None:
-        self.space, self.settings, self.policy = space, space.settings, space.policy
-        self.parameters = space.estimator.parameters()
-        self.tied = HEAD_GRADIENT not in self.parameters
-        self.wide = accumulation_dtype(self.settings.dtype)
-        self.plan = Plan(
-            name=space.name,
-            choices={**choices, "page_tokens": self.settings.page_tokens},
-            settings=self._fingerprint(),
-            space=space,
-            notes=[*self._weights_notes(), *(note for entry in space.advantages for note in entry.notes)],
-        )
-        self.sizes = geometry(
-            self.policy.config,
-            layer_parameters=sum(spec.num_elements for name, spec in self.parameters.items() if ".layers." in name),
-            dtype=self.settings.dtype,
-        )
-        self.lowering = Lowering(
-            plan=self.plan,
-            sizes=self.sizes,
-            layout=state_layout(self.sizes, dtype=self.settings.dtype, page_tokens=self.settings.page_tokens),
-            head=HeadOptions(
-                temperature=float(self.settings.temperature),
-                block_rows=choices["head_rows"],
-                uses_entropies=bool(self.settings.loss.entropy_bonus),
-            ),
-            estimator=space.estimator,
-            chunk_tokens=choices["chunk_tokens"],
-            branches_at_once=choices["branches_at_once"],
-            exact=self.settings.gradient == "exact",
-            tied_head=self.tied,
-        )
-
-    def build(self) -> Plan:
-        self._declare_values()
-        self._add_load()
-        for tree in self.space.trees:
-            self.lowering.forward((tree,))
-        self._add_loss()
-        for tree in reversed(self.space.trees):
-            self.lowering.backward((tree,))
-        self._add_merge()
-        if self.settings.update_weights:
-            self._add_update()
-        self.plan.taps["gradients"] = Tap(after="merge", run=checkpoint.save_gradients)
-        return self.plan
-
-    def _fingerprint(self) -> dict[str, object]:
-        settings = self.settings
-        return {
-            "policy": self.policy.fingerprint,
-            "rollouts": digest([_group_data(group) for group in self.space.groups]),
-            "gradient": settings.gradient,
-            "loss": asdict(settings.loss),
-            "optimizer": asdict(settings.optimizer),
-            "dtype": dtype_name(settings.dtype),
-            "temperature": float(settings.temperature),
-            "seed": settings.seed,
-            "baseline": settings.baseline,
-        }
-
-    def _weights_notes(self) -> list[str]:
-        stored, computed = self.policy.default_dtype(), self.settings.dtype
-        if self.policy.location is None:
-            return [
-                f"the policy is a configuration alone: its weights are random, drawn from seed {self.settings.seed}"
-            ]
-        if computed.itemsize >= stored.itemsize:
-            return []
-        return [
-            f"the policy is in {dtype_name(stored)} and is computed in {dtype_name(computed)}: its weights are rounded "
-            "when they are loaded, and the new checkpoint holds the rounded ones"
-        ]
-
-    def _declare_values(self) -> None:
-        wide = dtype_name(self.wide)
-        gradients = {name: TensorSpec(shape=spec.shape, dtype=wide) for name, spec in self.parameters.items()}
-        on_device = (Tier.DEVICE,)
-        self.plan.value(
-            Value(
-                name=names.WEIGHTS,
-                tensors={**self.parameters, **self.space.estimator.buffers()},
-                kind=ValueKind.ORDERED,
-                tiers=on_device,
-                provided=True,
-            )
-        )
-        self.plan.value(Value(name=names.GRADIENTS, tensors=gradients, kind=ValueKind.ACCUMULATOR, tiers=on_device))
-        if self.tied:
-            shape = (self.sizes.vocab, self.sizes.hidden)
-            head = {HEAD_GRADIENT: TensorSpec(shape=shape, dtype=wide)}
-            self.plan.value(Value(name=names.HEAD_GRADIENTS, tensors=head, kind=ValueKind.ACCUMULATOR, tiers=on_device))
-
-    def _add_load(self) -> None:
-        policy, dtype, seed = self.policy, self.settings.dtype, self.settings.seed
-        self.plan.add(
-            Stage(
-                name="load",
-                kind="load",
-                run=lambda context: checkpoint.load(context, policy, dtype, seed),
-                config={"policy": policy.fingerprint, "dtype": dtype_name(dtype), "seed": seed},
-                writes=(names.WEIGHTS,),
-                workspace_bytes=self.space.load_workspace_bytes,
-                cost=Cost(moved_bytes=float(self.plan.values[names.WEIGHTS].nbytes) * 3),
-            )
-        )
-
-    def _add_loss(self) -> None:
-        config = self.settings.loss
-        loss = LossStage(
-            config=config,
-            groups=self.space.groups,
-            advantages=tuple(self.space.advantages),
-            dtype=self.wide,
-            works=tuple(self.lowering.works),
-        )
-        self.plan.add(
-            Stage(
-                name="loss",
-                kind="loss",
-                run=loss.run,
-                config={"loss": asdict(config), "rollouts": digest([_group_data(g) for g in self.space.groups])},
-                reads=tuple(names.scores(work.name) for work in loss.works),
-                writes=tuple(names.derivatives(work.name) for work in loss.works),
-                workspace_bytes=loss.workspace_bytes(),
-                cost=Cost(num_kernels=100),
-            )
-        )
-
-    def _add_merge(self) -> None:
-        reads = (names.HEAD_GRADIENTS,) if self.tied else ()
-        updates = (names.GRADIENTS,)
-        self.plan.add(Stage(name="merge", kind="merge", run=update.merge, reads=reads, updates=updates))
-
-    def _add_update(self) -> None:
-        options = self.settings.optimizer
-        largest = max(spec.num_elements for spec in self.parameters.values())
-        scale = {"scale": TensorSpec(shape=(1,), dtype=dtype_name(self.wide))}
-        self.plan.value(Value(name=names.CLIP, tensors=scale, tiers=VECTOR_TIERS))
-        gradient_bytes = float(self.plan.values[names.GRADIENTS].nbytes)
-        self.plan.add(
-            Stage(
-                name="clip",
-                kind="clip",
-                run=lambda context: update.clip(context, options),
-                config=asdict(options),
-                reads=(names.GRADIENTS,),
-                writes=(names.CLIP,),
-                workspace_bytes=update.SCALARS_BYTES,
-                cost=Cost(moved_bytes=gradient_bytes),
-            )
-        )
-        self.plan.add(
-            Stage(
-                name="adamw",
-                kind="adamw",
-                run=lambda context: update.adamw_step(context, options),
-                config=asdict(options),
-                reads=(names.GRADIENTS, names.CLIP),
-                updates=(names.WEIGHTS,),
-                workspace_bytes=update.adamw_workspace_bytes(largest, self.settings.dtype),
-                cost=Cost(moved_bytes=gradient_bytes * 7),
-            )
-        )
-        self._add_checkpoint()
-
-    def _add_checkpoint(self) -> None:
-        policy, tokenizer = self.policy, self.space.tokenizer
-        dtype = policy.default_dtype() if policy.location is not None else self.settings.dtype
-        nbytes = checkpoint.checkpoint_bytes(self.parameters, policy, dtype.itemsize)
-        copied = sum(spec.num_elements for spec in self.parameters.values()) * dtype.itemsize
-        self.plan.value(
-            Value(
-                name=names.CHECKPOINT,
-                tensors={"files": TensorSpec(shape=(nbytes,), dtype="uint8")},
-                tiers=(Tier.DISK,),
-                provided=True,
-                keep=True,
-            )
-        )
-        self.plan.add(
-            Stage(
-                name="checkpoint",
-                kind="checkpoint",
-                run=lambda context: checkpoint.save(context, policy, tokenizer, dtype),
-                config={"dtype": dtype_name(dtype)},
-                reads=(names.WEIGHTS,),
-                writes=(names.CHECKPOINT,),
-                workspace_bytes=0 if dtype is self.settings.dtype else copied,
-                cost=Cost(moved_bytes=float(nbytes)),
-            )
-        )
-
-
-def _group_data(group: Group) -> list[object]:
-    return [list(group.prompt_ids), [list(asdict(response).values()) for response in group.responses]]

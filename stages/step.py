@@ -1,4 +1,4 @@
-"""A whole GRPO step in one call."""
+"""A whole GRPO run in one call: one step from given groups, or many steps that sample their own."""
 
 from __future__ import annotations
 
@@ -6,18 +6,46 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from engine.errors import UsageError
 from engine.plan import Plan
 from models.policy import PolicySource, find_policy
 from stages.audit import audit
-from stages.groups import Group, require_trainable
-from stages.settings import GrpoSettings
+from stages.groups import Group, Prompt, StepGroup, require_trainable
+from stages.settings import GrpoSettings, RolloutSettings
 from stages.space import GrpoSpace
 
 
 def grpo_step(
-    *, name: str, policy: PolicySource | str, groups: Sequence[Group], settings: GrpoSettings, tokenizer: Any = None
+    *,
+    name: str,
+    policy: PolicySource | str,
+    groups: Sequence[StepGroup],
+    settings: GrpoSettings,
+    rollout: RolloutSettings | None = None,
+    tokenizer: Any = None,
 ) -> Plan:
-    """Return the plan of one exact GRPO step over all ``groups``.
+    """Return the plan of one exact GRPO step over all ``groups``; see `grpo_run`."""
+    return grpo_run(name=name, policy=policy, steps=[groups], settings=settings, rollout=rollout, tokenizer=tokenizer)
+
+
+def grpo_run(
+    *,
+    name: str,
+    policy: PolicySource | str,
+    steps: Sequence[Sequence[StepGroup]],
+    settings: GrpoSettings,
+    rollout: RolloutSettings | None = None,
+    tokenizer: Any = None,
+) -> Plan:
+    """Return the plan of a run of exact GRPO steps.
+
+    Args:
+        name: the plan's name.
+        policy: what is trained; a checkpoint directory, a configuration or a hub name, or what `find_policy` returns.
+        steps: the groups of every step (see `deal`): given ones, or `Prompt`\\ s whose responses are sampled.
+        settings: all that decides the result besides.
+        rollout: how responses are sampled and rewarded; needed where a group is a `Prompt`.
+        tokenizer: saved with checkpoints; turns sampled ids into the text that the reward function sees.
 
     The plan comes lowered at its fastest choices; its ``space`` holds the others. No weights are loaded.
 
@@ -25,9 +53,60 @@ def grpo_step(
         UsageError: nothing to train on, or settings that contradict each other.
         UnsupportedModelError: the policy's architecture is refused.
     """
-    require_trainable(groups)
+    if not steps:
+        raise UsageError("a run has at least one step; give the groups of every step")
     source = find_policy(policy) if isinstance(policy, str) else policy
-    space = GrpoSpace(name=name, policy=source, groups=tuple(groups), settings=settings, tokenizer=tokenizer)
+    for number, groups in enumerate(steps):
+        _check_step(number, groups, source, rollout)
+    space = GrpoSpace(
+        name=name,
+        policy=source,
+        steps=tuple(tuple(groups) for groups in steps),
+        settings=settings,
+        rollout=rollout,
+        tokenizer=tokenizer,
+    )
     plan = space.lower(space.first())
     plan.hooks["audit"] = partial(audit, space)
-    return plan
+    return plan.hand_over()
+
+
+def _check_step(
+    number: int, groups: Sequence[StepGroup], policy: PolicySource, rollout: RolloutSettings | None
+) -> None:
+    prompts = [group for group in groups if isinstance(group, Prompt)]
+    if not prompts:
+        require_trainable([group for group in groups if isinstance(group, Group)])
+    if prompts and rollout is None:
+        raise UsageError(
+            f"step {number}: {prompts[0].source} has no responses; give rollout=RolloutSettings(reward=...) to sample "
+            "them, or groups with responses"
+        )
+    vocab = int(policy.config.vocab_size)
+    for prompt in prompts:
+        wrong = [token for token in prompt.token_ids if not 0 <= token < vocab]
+        if wrong or not prompt.token_ids:
+            raise UsageError(
+                f"step {number}: {prompt.source} has "
+                + (f"the token id {wrong[0]}, outside the vocabulary of {vocab}" if wrong else "no tokens")
+            )
+
+
+def deal(groups: Sequence[StepGroup], *, steps: int, groups_per_step: int | None = None) -> list[list[StepGroup]]:
+    """Deal groups to steps in their order: ``groups_per_step`` to each, all to a single step where that is None.
+
+    Prompts come round again when all have had their turn; given groups are used once.
+
+    Raises:
+        UsageError: a number below 1, or fewer given groups than the steps need.
+    """
+    if steps < 1 or (groups_per_step is not None and groups_per_step < 1):
+        raise UsageError(f"steps={steps!r} and groups_per_step={groups_per_step!r} must be whole numbers of at least 1")
+    each = groups_per_step if groups_per_step is not None else max(1, len(groups) // steps)
+    need = each * steps
+    if need > len(groups) and not (groups and all(isinstance(group, Prompt) for group in groups)):
+        raise UsageError(
+            f"{steps} steps of {each} groups need {need} groups with responses, but there are {len(groups)}; "
+            "give more, or fewer steps or groups_per_step"
+        )
+    return [[groups[(step * each + index) % len(groups)] for index in range(each)] for step in range(steps)]

@@ -6,103 +6,186 @@ each input row predicts the next token. Leaves end at their last trainable token
 scored and nobody sees it. A leaf without trainable tokens is left out (it still counts in the loss), and a group
 without leaves needs no evaluation.
 
-Invariant: ``rows`` of all leaves, in the order of groups, responses and positions, are the trainable tokens of the
-step in canonical order.
+A node's tokens are known when the plan is made (`Tokens`), or are sampled while it runs (`Sampled`): then the plan
+knows how many there are at most, and the worker looks them up (`Node.resolve`).
+
+Invariant: the scored rows of all leaves, in the order of groups, responses and positions, are the trainable tokens of
+the step in canonical order: a scored row is known by its response's number in the step and by its rank there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from stages.groups import Group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
-    """A run of tokens after a shared prefix.
+class Tokens:
+    """Ids that a node evaluates; ``rows`` are the indices into them that are scored, ``targets`` what they predict."""
 
-    ``inputs`` are the ids evaluated, the first at ``first_position``; ``rows`` are the indices into them that are
-    scored, ``targets`` the ids they predict, and ``order`` their places in the canonical order of the step.
+    inputs: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Tokens that a rollout samples: response ``response`` of the Value ``rollout``, opened by ``opening_id``."""
+
+    rollout: str
+    response: int
+    opening_id: int
+    max_tokens: int
+
+    def tokens(self, sampled: Sequence[int]) -> Tokens:
+        """Return what there is to evaluate once the response's ids are known; all of them are trainable."""
+        return Tokens(inputs=(self.opening_id, *sampled[:-1]), rows=tuple(range(len(sampled))), targets=tuple(sampled))
+
+
+Responses = Mapping[str, Sequence[Sequence[int]]]
+"""The ids of the sampled responses, by the name of their rollout Value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A run of tokens after a shared prefix, the first at ``first_position``.
+
+    ``response`` is the number within the step of the response whose tokens are scored here.
     """
 
     name: str
-    inputs: tuple[int, ...]
+    content: Tokens | Sampled
     first_position: int
-    rows: tuple[int, ...] = ()
-    targets: tuple[int, ...] = ()
-    order: tuple[int, ...] = ()
+    response: int = -1
     children: tuple[Node, ...] = ()
 
+    @property
+    def max_inputs(self) -> int:
+        """The number of ids evaluated; for sampled ones, at most."""
+        return self.content.max_tokens if isinstance(self.content, Sampled) else len(self.content.inputs)
 
-def group_tree(group: Group, *, name: str, first_row: int) -> Node:
-    """Return the trunk of a group with its leaves; ``first_row`` is its first place in the canonical order."""
-    leaves, row = [], first_row
+    def max_rows(self, start: int, stop: int) -> int:
+        """Return the number of scored rows among inputs ``start`` to ``stop``, at most."""
+        if isinstance(self.content, Sampled):
+            return min(stop, self.max_inputs) - start
+        return sum(start <= row < stop for row in self.content.rows)
+
+    def resolve(self, responses: Responses) -> Tokens:
+        """Return the node's tokens, looked up among sampled ``responses`` where they were not known before."""
+        if isinstance(self.content, Tokens):
+            return self.content
+        return self.content.tokens(responses[self.content.rollout][self.content.response])
+
+
+def group_tree(group: Group, *, name: str, first_response: int = 0) -> Node:
+    """Return the trunk of a group with its leaves; ``first_response`` is its first response's number in the step."""
+    leaves = []
     for index, response in enumerate(group.responses):
         scored = [position for position, trainable in enumerate(response.mask) if trainable]
         if not scored:
             continue
-        inputs = (group.prompt_ids[-1], *response.token_ids[: scored[-1]])
-        leaves.append(
-            Node(
-                name=f"{name}/response{index}",
-                inputs=inputs,
-                first_position=len(group.prompt_ids) - 1,
-                rows=tuple(scored),
-                targets=tuple(response.token_ids[position] for position in scored),
-                order=tuple(range(row, row + len(scored))),
-            )
+        tokens = Tokens(
+            inputs=(group.prompt_ids[-1], *response.token_ids[: scored[-1]]),
+            rows=tuple(scored),
+            targets=tuple(response.token_ids[position] for position in scored),
         )
-        row += len(scored)
-    return Node(name=f"{name}/prompt", inputs=group.prompt_ids[:-1], first_position=0, children=tuple(leaves))
+        leaves.append(_leaf(f"{name}/response{index}", tokens, len(group.prompt_ids), first_response + index))
+    return _trunk(name, group.prompt_ids, leaves)
 
 
-def step_trees(groups: Sequence[Group]) -> list[Node]:
-    """Return the trees of all groups that have something to train on, longest prompt first."""
-    trees, row = [], 0
-    for index, group in enumerate(groups):
-        tree = group_tree(group, name=f"group{index}", first_row=row)
-        row += sum(len(leaf.rows) for leaf in tree.children)
-        if tree.children:
-            trees.append(tree)
-    return sorted(trees, key=lambda tree: -len(tree.inputs))
+def sampled_tree(
+    prompt_ids: tuple[int, ...], *, name: str, rollout: str, group_size: int, max_tokens: int, first_response: int = 0
+) -> Node:
+    """Return the trunk of a prompt with one leaf for every response that the Value ``rollout`` will hold."""
+    leaves = [
+        _leaf(
+            f"{name}/response{index}",
+            Sampled(rollout=rollout, response=index, opening_id=prompt_ids[-1], max_tokens=max_tokens),
+            len(prompt_ids),
+            first_response + index,
+        )
+        for index in range(group_size)
+    ]
+    return _trunk(name, prompt_ids, leaves)
+
+
+def _leaf(name: str, content: Tokens | Sampled, prompt_tokens: int, response: int) -> Node:
+    return Node(name=name, content=content, first_position=prompt_tokens - 1, response=response)
+
+
+def _trunk(name: str, prompt_ids: tuple[int, ...], leaves: Sequence[Node]) -> Node:
+    return Node(name=f"{name}/prompt", content=Tokens(inputs=prompt_ids[:-1]), first_position=0, children=tuple(leaves))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What one stage evaluates: tokens ``start`` to ``stop`` of one node, or the whole of several sibling leaves."""
+    """What one stage evaluates: tokens ``start`` to ``stop`` of one node, or the whole of several sibling leaves.
+
+    Where tokens are sampled, ``stop`` is the last there can be.
+    """
 
     nodes: tuple[Node, ...]
     start: int
     stop: int
 
     @property
-    def tokens(self) -> int:
+    def max_tokens(self) -> int:
         return self.stop - self.start
+
+    @cached_property
+    def max_rows(self) -> int:
+        """The number of scored rows, at most."""
+        return sum(node.max_rows(self.start, self.stop) for node in self.nodes)
 
     @property
     def first_position(self) -> int:
         return self.nodes[0].first_position + self.start
 
     @property
+    def rollouts(self) -> tuple[str, ...]:
+        """The rollout Values that the chunk's tokens are looked up in."""
+        return tuple(dict.fromkeys(n.content.rollout for n in self.nodes if isinstance(n.content, Sampled)))
+
+    def resolve(self, responses: Responses) -> Batch:
+        """Return what is evaluated, with the ids of sampled tokens looked up."""
+        return Batch(chunk=self, tokens=tuple(node.resolve(responses) for node in self.nodes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A chunk whose tokens are known; one branch for every node. It may turn out to be empty."""
+
+    chunk: Chunk
+    tokens: tuple[Tokens, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the longest branch."""
+        longest = max(len(tokens.inputs) for tokens in self.tokens)
+        return max(0, min(self.chunk.stop, longest) - self.chunk.start)
+
+    @property
     def padded_ids(self) -> list[list[int]]:
         """Ids per branch, padded on the right with 0 to equal length."""
-        rows = [list(node.inputs[self.start : self.stop]) for node in self.nodes]
-        return [row + [0] * (self.tokens - len(row)) for row in rows]
+        rows = [list(tokens.inputs[self.chunk.start : self.chunk.stop]) for tokens in self.tokens]
+        return [row + [0] * (self.num_tokens - len(row)) for row in rows]
 
-    def scored(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (row in the flattened batch, target id, place in the canonical order) of the scored tokens."""
-        for branch, node in enumerate(self.nodes):
-            for row, target, place in zip(node.rows, node.targets, node.order, strict=True):
-                if self.start <= row < self.stop:
-                    yield branch * self.tokens + row - self.start, target, place
+    def scored(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (row in the flattened batch, target id, response in the step, rank in it) of the scored tokens."""
+        for branch, (node, tokens) in enumerate(zip(self.chunk.nodes, self.tokens, strict=True)):
+            for rank, (row, target) in enumerate(zip(tokens.rows, tokens.targets, strict=True)):
+                if self.chunk.start <= row < self.chunk.stop:
+                    yield branch * self.num_tokens + row - self.chunk.start, target, node.response, rank
 
 
 def chunks_of(nodes: tuple[Node, ...], chunk_tokens: int) -> list[Chunk]:
     """Cut a node into chunks; several nodes are one chunk (a wave) of their longest length."""
     if len(nodes) > 1:
-        return [Chunk(nodes=nodes, start=0, stop=max(len(node.inputs) for node in nodes))]
-    total = len(nodes[0].inputs)
+        return [Chunk(nodes=nodes, start=0, stop=max(node.max_inputs for node in nodes))]
+    total = nodes[0].max_inputs
     return [
         Chunk(nodes=nodes, start=start, stop=min(start + chunk_tokens, total))
         for start in range(0, total, chunk_tokens)
@@ -113,9 +196,9 @@ def waves_of(children: Sequence[Node], *, chunk_tokens: int, branches_at_once: i
     """Group sibling leaves that fit into one chunk each, in order; longer ones and inner nodes go alone."""
     waves: list[list[Node]] = []
     for node in children:
-        alone = len(node.inputs) > chunk_tokens or bool(node.children)
+        alone = node.max_inputs > chunk_tokens or bool(node.children)
         last = waves[-1] if waves else []
-        if alone or not last or len(last) >= branches_at_once or len(last[0].inputs) > chunk_tokens or last[0].children:
+        if alone or not last or len(last) >= branches_at_once or last[0].max_inputs > chunk_tokens or last[0].children:
             waves.append([node])
         else:
             last.append(node)

@@ -100,7 +100,7 @@ def budget(device: int = UNLIMITED_BYTES, host: int = UNLIMITED_BYTES, disk: int
 
 def step_space(policy: Path | PreTrainedConfig | str, groups: Sequence[Group], settings: GrpoSettings) -> GrpoSpace:
     """Return the plans of one step."""
-    return GrpoSpace(name="test", policy=find_policy(policy), groups=tuple(groups), settings=settings)
+    return GrpoSpace(name="test", policy=find_policy(policy), steps=(tuple(groups),), settings=settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,7 @@ def dense_way(hf: Any, policy: PolicySource, group: Group) -> Way:
 def measure(policy: PolicySource, hf: Any, prompt_tokens: int, group_size: int, rounds: int) -> list[list[str]]:
     """Return the table's rows for one prompt length."""
     group = read_group(policy, prompt_tokens, group_size)
-    space = GrpoSpace(name="benchmark", policy=policy, groups=(group,), settings=SETTINGS)
+    space = GrpoSpace(name="benchmark", policy=policy, steps=((group,),), settings=SETTINGS)
     roomy = default_budget(Path(tempfile.gettempdir()))
     plan = space.lower(space.first())
     smallest_bytes = forecast(plan, roomy, load_profile("cpu")).smallest_device_bytes
@@ -137,7 +137,7 @@ def measure(policy: PolicySource, hf: Any, prompt_tokens: int, group_size: int, 
     for turn, way in itertools.product(range(rounds), ways):
         way.seconds.append(way.once())
         print(f"{prompt_tokens} tokens, round {turn + 1}: {way.name} {way.seconds[-1]:.1f} s", file=sys.stderr)
-    fixed_bytes = sum(plan.values[name].nbytes for name in (names.WEIGHTS, names.GRADIENTS))
+    fixed_bytes = sum(plan.values[name].nbytes for name in (names.WEIGHTS, names.gradients("step0/")))
     dense_s = statistics.median(ways[-1].seconds)
     return [
         [

@@ -122,7 +122,7 @@ def space_of(case: Case, policy: Path, groups: Sequence[Group], gradient: Any = 
         fixed=chosen,
         update_weights=False,
     )
-    return GrpoSpace(name="parity", policy=find_policy(policy), groups=tuple(groups), settings=step)
+    return GrpoSpace(name="parity", policy=find_policy(policy), steps=(tuple(groups),), settings=step)
 
 
 def budget_of(plan: Plan, within: str) -> Budget:

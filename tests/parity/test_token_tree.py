@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from models.float64 import lifted_casts
+from models.policy import find_policy
 from stages import Group, GrpoSettings
 from stages.audit import max_rel_err
 from stages.space import GrpoSpace
-from stages.tree import Node
-from tests.helpers import make_group, random_ids, run_step, save_policy, step_space, tiny_config
+from stages.tree import Node, Tokens
+from tests.helpers import make_group, random_ids, run_step, save_policy, tiny_config
 from tests.parity import dense_oracle
 
 ADVANTAGES = (0.7, -1.1, 0.4)
@@ -34,31 +35,34 @@ def flat_group(prompt: list[int], parts: list[list[int]]) -> Group:
     return make_group({"prompt": prompt, "responses": parts, "advantages": list(ADVANTAGES)})
 
 
-def turn(name: str, opening: int, tokens: list[int], first_position: int, first_row: int, *children: Node) -> Node:
+def turn(name: str, opening: int, tokens: list[int], first_position: int, response: int, *children: Node) -> Node:
     """A node whose every token is scored; the token before it opens it."""
-    return Node(
-        name=name,
-        inputs=(opening, *tokens[:-1]),
-        first_position=first_position,
-        rows=tuple(range(len(tokens))),
-        targets=tuple(tokens),
-        order=tuple(range(first_row, first_row + len(tokens))),
-        children=children,
-    )
+    rows = tuple(range(len(tokens)))
+    content = Tokens(inputs=(opening, *tokens[:-1]), rows=rows, targets=tuple(tokens))
+    return Node(name=name, content=content, first_position=first_position, response=response, children=children)
+
+
+class DeepSpace(GrpoSpace):
+    """A step whose only tree is the one here: the prompt, a turn, and two that continue it."""
+
+    def trees(self, step: int, update: str) -> list[tuple[int, Node]]:
+        (group,) = self.steps[step]
+        assert isinstance(group, Group)
+        prompt = group.prompt_ids
+        first, second, third = (list(response.token_ids) for response in group.responses)
+        after = len(prompt) - 1 + len(first)
+        leaves = (
+            turn("tree/first/second", first[-1], second, after, 1),
+            turn("tree/first/third", first[-1], third, after, 2),
+        )
+        inner = turn("tree/first", prompt[-1], first, len(prompt) - 1, 0, *leaves)
+        trunk = Node(name="tree/prompt", content=Tokens(inputs=prompt[:-1]), first_position=0, children=(inner,))
+        return [(0, trunk)]
 
 
 def deep_space(policy: Path, settings: GrpoSettings, prompt: list[int], parts: list[list[int]]) -> GrpoSpace:
-    space = step_space(policy, [flat_group(prompt, parts)], settings)
-    first, second, third = parts
-    after = len(prompt) - 1 + len(first)
-    leaves = (
-        turn("tree/first/second", first[-1], second, after, len(first)),
-        turn("tree/first/third", first[-1], third, after, len(first) + len(second)),
-    )
-    inner = turn("tree/first", prompt[-1], first, len(prompt) - 1, 0, *leaves)
-    trunk = Node(name="tree/prompt", inputs=tuple(prompt[:-1]), first_position=0, children=(inner,))
-    space.__dict__["trees"] = [trunk]
-    return space
+    steps = ((flat_group(prompt, parts),),)
+    return DeepSpace(name="test", policy=find_policy(policy), steps=steps, settings=settings)
 
 
 def oracle(policy: Path, prompt: list[int], parts: list[list[int]], *, stop_prompt: bool) -> dict[str, torch.Tensor]:

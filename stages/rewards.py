@@ -1,0 +1,221 @@
+"""Rewards and advantages of sampled responses, from functions that the plan brings.
+
+Two stages a group. ``reward`` calls the plan's reward function for every response; ``advantages`` turns rewards into
+one number a token, by the plan's function or by the usual rule (`stages.advantages`). Both run on plain Python data,
+once, and what they wrote is what every later epoch uses. The functions' sources go into the recipe keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.errors import StageFailedError
+from engine.plan import Stage, TensorSpec, Value
+from engine.worker import StageContext
+from stages import names
+from stages.advantages import Baseline, group_advantages
+from stages.groups import Group, Prompt, Response
+from stages.sampled import VECTOR_TIERS, read_responses
+from stages.settings import RolloutSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A sampled response, as reward and advantage functions see it.
+
+    Attributes:
+        text: the response as text, without special tokens; empty where the policy has no tokenizer.
+        token_ids: [tokens] ids, with the stop token if it ended with one.
+        finished: whether it ended with a stop token (and was not cut).
+        prompt_ids: [tokens] ids of the prompt.
+        data: what the plan gave along with the prompt.
+        step, group, response: which one it is.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finished: bool
+    prompt_ids: tuple[int, ...]
+    data: Any
+    step: int
+    group: int
+    response: int
+
+    @property
+    def place(self) -> str:
+        """Which response it is, for messages."""
+        return f"step {self.step}, group {self.group}, response {self.response}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledGroup:
+    """A prompt of a step with how its responses are made; knows the stages and Values that hang on them."""
+
+    prompt: Prompt
+    step: int
+    group: int
+    rollout: RolloutSettings
+    stop_token_ids: tuple[int, ...]
+    tokenizer: Any
+    scale_advantages: bool
+    baseline: Baseline
+
+    @property
+    def name(self) -> str:
+        return f"{names.step_prefix(self.step)}group{self.group}"
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that all responses can have together."""
+        return self.rollout.group_size * self.rollout.max_response_tokens
+
+    def values(self) -> tuple[Value, Value]:
+        """Return the Values of rewards and advantages."""
+        size, tokens = self.rollout.group_size, self.rollout.max_response_tokens
+        rewards = TensorSpec(shape=(size,), dtype="float64")
+        advantages = TensorSpec(shape=(size, tokens), dtype="float64")
+        return (
+            Value(name=names.rewards(self.step, self.group), tensors={"values": rewards}, tiers=VECTOR_TIERS),
+            Value(name=names.advantages(self.step, self.group), tensors={"values": advantages}, tiers=VECTOR_TIERS),
+        )
+
+    def stages(self) -> tuple[Stage, Stage]:
+        """Return the reward stage and the advantages stage."""
+        rollout, data = names.rollout(self.step, self.group), repr(self.prompt.data)
+        rewards, advantages = self.values()
+        reward_function, advantage_function = self.rollout.function_digests
+        return (
+            Stage(
+                name=f"reward {self.name}",
+                kind="reward",
+                run=self.give_rewards,
+                config={"function": reward_function, "data": data},
+                reads=(rollout,),
+                writes=(rewards.name,),
+                workspace_bytes=rewards.nbytes,
+            ),
+            Stage(
+                name=f"advantages {self.name}",
+                kind="advantages",
+                run=self.give_advantages,
+                config={
+                    "function": advantage_function,
+                    "scale": self.scale_advantages,
+                    "baseline": self.baseline,
+                    "data": data,
+                },
+                reads=(rollout, rewards.name),
+                writes=(advantages.name,),
+                workspace_bytes=advantages.nbytes,
+            ),
+        )
+
+    def samples(self, context: StageContext) -> list[Sample]:
+        """Return the group's responses."""
+        return [
+            Sample(
+                text=self.text(ids, skip_special_tokens=True),
+                token_ids=tuple(ids),
+                finished=bool(ids) and ids[-1] in self.stop_token_ids,
+                prompt_ids=self.prompt.token_ids,
+                data=self.prompt.data,
+                step=self.step,
+                group=self.group,
+                response=index,
+            )
+            for index, ids in enumerate(read_responses(context, names.rollout(self.step, self.group)))
+        ]
+
+    def text(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return ids as text; the empty text where there is no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return str(
+            self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        )
+
+    def rewards(self, context: StageContext) -> list[float]:
+        """Return the rewards that `give_rewards` wrote."""
+        found: list[float] = context.tensors(names.rewards(self.step, self.group))["values"].tolist()
+        return found
+
+    def advantages(self, context: StageContext) -> list[list[float]]:
+        """Return the advantages that `give_advantages` wrote, one a token of every response."""
+        responses = read_responses(context, names.rollout(self.step, self.group))
+        rows = context.tensors(names.advantages(self.step, self.group))["values"].tolist()
+        return [row[: len(ids)] for row, ids in zip(rows, responses, strict=True)]
+
+    def give_rewards(self, context: StageContext) -> None:
+        """Call the reward function for every response.
+
+        Raises:
+            StageFailedError: a reward is not a finite number.
+        """
+        found = [_number(self.rollout.reward(sample), "reward", sample) for sample in self.samples(context)]
+        _fill(context.tensors(names.rewards(self.step, self.group))["values"], found)
+
+    def give_advantages(self, context: StageContext) -> None:
+        """Write one advantage a token, by the plan's function or by the usual rule.
+
+        Raises:
+            StageFailedError: the function returned something else than a finite number a response or a token.
+        """
+        samples, rewards = self.samples(context), self.rewards(context)
+        given = self._usual(samples, rewards) if self.rollout.advantage is None else self._given(samples, rewards)
+        rows = [
+            list(value) if isinstance(value, list | tuple) else [value] * len(sample.token_ids)
+            for sample, value in zip(samples, given, strict=True)
+        ]
+        most = self.rollout.max_response_tokens
+        padded = [row + [0.0] * (most - len(row)) for row in rows]
+        _fill(context.tensors(names.advantages(self.step, self.group))["values"], padded)
+
+    def _usual(self, samples: Sequence[Sample], rewards: Sequence[float]) -> Sequence[float | tuple[float, ...]]:
+        group = Group(
+            prompt_ids=self.prompt.token_ids,
+            responses=tuple(
+                Response(token_ids=sample.token_ids, mask=(True,) * len(sample.token_ids), reward=reward)
+                for sample, reward in zip(samples, rewards, strict=True)
+            ),
+            source=f"step {self.step}, group {self.group}",
+        )
+        return group_advantages(group, scale=self.scale_advantages, baseline=self.baseline).values
+
+    def _given(self, samples: Sequence[Sample], rewards: Sequence[float]) -> Sequence[float | list[float]]:
+        assert self.rollout.advantage is not None
+        found = list(self.rollout.advantage(samples, rewards))
+        if len(found) != len(samples):
+            raise StageFailedError(
+                f"the advantage function returned {len(found)} entries for {len(samples)} responses of step "
+                f"{self.step}, group {self.group}; return one a response"
+            )
+        return [_one_or_many(value, sample) for value, sample in zip(found, samples, strict=True)]
+
+
+def _fill(out: torch.Tensor, numbers: Sequence[Any]) -> None:
+    out.copy_(torch.tensor(numbers, dtype=out.dtype, device=out.device))
+
+
+def _one_or_many(value: Any, sample: Sample) -> float | list[float]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return _number(value, "advantage", sample)
+    if len(value) != len(sample.token_ids):
+        raise StageFailedError(
+            f"{sample.place}: the advantage function returned {len(value)} numbers for {len(sample.token_ids)} tokens"
+        )
+    return [_number(item, "advantage", sample) for item in value]
+
+
+def _number(value: Any, what: str, sample: Sample) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise StageFailedError(f"{sample.place}: the {what} function returned {value!r}; return a finite number")
+    return number
