@@ -11,6 +11,9 @@ its cotangent page; the gradient of the queries is summed over pages in float32 
 Invariants: pages are never concatenated and never expanded over branches (branches are folded into the query axis,
 the prefix has batch one); at most one page and one cotangent page are on the device besides those that live there.
 
+When a branch is decoded token by token, its own earlier keys and values come with those of the one query token: that
+token sees all of them, so no mask is needed either.
+
 The function is registered in transformers' attention registry under `ATTENTION_NAME`; a decoder layer hands it the
 prefix because the layer's cache object puts it into the keyword arguments (see `models.dense`).
 """
@@ -49,6 +52,13 @@ class Prefix(Protocol):
         """Add the gradients ``[1, K, T, D]`` of a page's keys and values to its cotangent."""
 
 
+class OwnState(Protocol):
+    """The keys and values of the tokens that a batch of branches has decoded so far."""
+
+    def append(self, layer: int, key_BK1D: torch.Tensor, value_BK1D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep those of one more token and return all, ``[B, K, T, D]`` each."""
+
+
 class EmptyPrefix:
     """The prefix of the first chunk: no pages."""
 
@@ -77,13 +87,18 @@ def _unfold(x_1HBSD: torch.Tensor, batch: int) -> torch.Tensor:
     return x_1HBSD.view(heads, batch, -1, *x_1HBSD.shape[3:]).transpose(0, 1)
 
 
+def _own_is_causal(q_BHSD: torch.Tensor, k_BKTD: torch.Tensor) -> bool:
+    """Return whether own tokens are masked: those of a chunk are, the one query of a decode step sees all."""
+    return q_BHSD.shape[2] == k_BKTD.shape[2]
+
+
 class _PagedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: Prefix, layer: int, scale: float
     ) -> torch.Tensor:
         wide = accumulation_dtype(q.dtype)
-        out, lse = _flash(q, k, v, 0.0, True, scale=scale)
+        out, lse = _flash(q, k, v, 0.0, _own_is_causal(q, k), scale=scale)
         out, lse = out.to(wide), lse.to(wide)
         q_folded = _fold(q) if prefix.token_counts else q
         for index in range(len(prefix.token_counts)):
@@ -106,7 +121,7 @@ class _PagedAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         prefix, layer, scale = ctx.prefix, ctx.layer, ctx.scale
         d_out = grad_outputs[0].contiguous()
-        d_q, d_k, d_v = _flash_backward(d_out, q, k, v, out, lse, 0.0, True, scale=scale)
+        d_q, d_k, d_v = _flash_backward(d_out, q, k, v, out, lse, 0.0, _own_is_causal(q, k), scale=scale)
         if not prefix.token_counts:
             return d_q, d_k, d_v, None, None, None
         d_q_sum = d_q.to(accumulation_dtype(q.dtype))
@@ -136,17 +151,24 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of ``query [B, H, S, D]`` to itself causally and to all of ``prefix``; result ``[B, S, H, D]``.
 
-    The signature is that of transformers' attention registry. Keys and values are ``[B, K, S, D]``.
+    The signature is that of transformers' attention registry. Keys and values are ``[B, K, S, D]``, or
+    ``[B, K, T, D]`` behind one query token, which sees all T of them.
 
     Raises:
         UnsupportedModelError: the layer asks for something that this attention does not do: dropout, a mask, a
-            sliding window, soft-capped scores, attention sinks or an argument of unknown meaning.
+            sliding window, soft-capped scores, attention sinks, an argument of unknown meaning, or several queries
+            with other own keys than theirs.
     """
     unknown = {n: v for n, v in others.items() if v is not None and v is not False and n not in _HARMLESS_ARGUMENTS}
     if dropout or attention_mask is not None or unknown:
         raise UnsupportedModelError(
             f"{type(module).__name__} asks its attention for something that attention over pages does not do: "
             f"dropout={dropout!r} mask={attention_mask is not None} {unknown}; use a model with plain causal attention"
+        )
+    if query.shape[2] not in (1, key.shape[2]):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends with {query.shape[2]} queries to {key.shape[2]} own keys; attention over "
+            "pages takes as many keys as queries, or one query"
         )
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     layer = cast(int, getattr(module, "layer_idx", 0))

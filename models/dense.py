@@ -8,7 +8,8 @@ is explicit and each layer is recomputed and differentiated alone.
 How a layer meets the prefix: transformers 5.24 calls ``cache.update(k, v, layer_idx, kwargs=kwargs)`` with the very
 dictionary that it passes on to the attention function. `_Probe` stands in for the cache: it notes the new keys and
 values and puts the prefix into that dictionary. For the last layer of a prompt chunk it raises `_StateReady`
-instead: nothing after the state of the last layer is ever needed for a prompt token.
+instead: nothing after the state of the last layer is ever needed for a prompt token. While branches are decoded token
+by token, it hands over their own earlier keys and values too.
 
 Gradients: parameters' gradients are added to accumulators as soon as autograd has each (one parameter's gradient at a
 time is alive), the embedding's row by row for the rows used, in the order of their ids.
@@ -27,7 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models import head
-from models.attention import Prefix
+from models.attention import OwnState, Prefix
 from models.float64 import accumulation_dtype
 
 HEAD_GRADIENT = "lm_head.weight"
@@ -40,10 +41,10 @@ class _StateReady(Exception):
 
 
 class _Probe:
-    """Stands in for the cache of one layer call: takes the new state, hands over the prefix."""
+    """Stands in for the cache of one layer call: takes the new state, hands over the prefix and the own state."""
 
-    def __init__(self, prefix: Prefix, *, state_only: bool) -> None:
-        self.prefix, self.state_only = prefix, state_only
+    def __init__(self, prefix: Prefix, *, state_only: bool, own: OwnState | None = None) -> None:
+        self.prefix, self.state_only, self.own = prefix, state_only, own
         self.key: torch.Tensor | None = None
         self.value: torch.Tensor | None = None
 
@@ -54,7 +55,7 @@ class _Probe:
         if self.state_only:
             raise _StateReady
         kwargs["prefix"] = self.prefix
-        return key, value
+        return (key, value) if self.own is None else self.own.append(layer_idx, key, value)
 
     def state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the layer's new keys and values, ``[B, K, S, D]`` each."""
@@ -130,6 +131,14 @@ class DenseModel:
         return (cast(torch.Tensor, out), *probe.state())
 
     @torch.no_grad()
+    def block_decode(
+        self, layer: int, hidden_B1C: torch.Tensor, positions: Positions, prefix: Prefix, own: OwnState
+    ) -> torch.Tensor:
+        """Return a layer's output ``[B, 1, C]`` for one more token of each branch, whose state joins ``own``."""
+        probe = _Probe(prefix, state_only=False, own=own)
+        return cast(torch.Tensor, self._layer(layer, hidden_B1C, positions, probe))
+
+    @torch.no_grad()
     def block_state(
         self, layer: int, hidden_BSC: torch.Tensor, positions: Positions
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,6 +179,16 @@ class DenseModel:
         """Return log-probabilities and entropies of rows of the last layer's output, ``[R]`` each (`models.head`)."""
         normed = self.body.norm(hidden_RC)
         return head.score_rows(self.head, normed, targets_R, temperature=temperature, block_rows=block_rows)
+
+    @torch.no_grad()
+    def head_sample(
+        self, hidden_RC: torch.Tensor, uniforms_R: torch.Tensor, *, temperature: float, greedy: bool, block_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a token for each row of the last layer's output and its log-probability (`models.head`)."""
+        normed = self.body.norm(hidden_RC)
+        return head.sample_rows(
+            self.head, normed, uniforms_R, temperature=temperature, greedy=greedy, block_rows=block_rows
+        )
 
     def head_backward(
         self,

@@ -18,7 +18,9 @@ from models.float64 import accumulation_dtype
 
 _KERNELS_A_LAYER = 45
 _KERNELS_A_PAGE = 10
-# Operators that one layer and one prefix page dispatch in a forward, counted on Llama; they only set the fixed cost.
+_KERNELS_A_CHOICE = 30
+# Operators that one layer, one prefix page and the choice of a token dispatch in a forward, counted on Llama; they only
+# set the fixed cost.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,23 @@ class Geometry:
         """Return the cost of a recomputed backward: four forwards."""
         once = self.forward_cost(rows=rows, tokens=tokens, prefix_tokens=prefix_tokens, pages=pages)
         return once + once + once + once
+
+    def decode_cost(self, *, branches: int, steps: int, prefix_tokens: int, pages: int) -> Cost:
+        """Return the cost of decoding ``steps`` tokens of each branch one by one, with a choice from the head each.
+
+        A step reads all weights, every prefix page once for all branches, and each branch's own tokens so far.
+        """
+        own_tokens = branches * steps * (steps + 1) / 2
+        attended = branches * steps * prefix_tokens + own_tokens
+        head_parameters = self.vocab * self.hidden
+        token_bytes = 2 * self.kv_heads * self.head_dim * self.layers * self.item_bytes
+        step_bytes = (self.layer_parameters + head_parameters) * self.item_bytes + prefix_tokens * token_bytes
+        return Cost(
+            flops=2.0 * branches * steps * (self.layer_parameters + head_parameters)
+            + 4.0 * attended * self.heads * self.head_dim * self.layers,
+            moved_bytes=float(steps * step_bytes + own_tokens * token_bytes),
+            num_kernels=steps * (self.layers * (_KERNELS_A_LAYER + _KERNELS_A_PAGE * pages) + _KERNELS_A_CHOICE),
+        )
 
     def head_cost(self, *, rows: int, backward: bool) -> Cost:
         """Return the cost of scoring rows, or of pulling their derivatives back."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, forward and backward, in blocks of rows.
+"""Log-probabilities of chosen tokens, forward and backward, and the choice of tokens, in blocks of rows.
 
 Shapes: R rows, V vocabulary, C hidden size.
 
@@ -6,6 +6,10 @@ With logits z = W h / temperature, the log-probability of token y is z_y - logsu
 logsumexp(z) - sum_j p_j z_j with p = softmax(z). Their derivatives by z are onehot(y) - p and
 -p_j (z_j - logsumexp(z) + entropy). They are written out by hand, so that at most two [block, V] matrices exist, in
 either direction, and the weight's gradient goes straight into its accumulator.
+
+A token is chosen by the inverse of the cumulative distribution, summed over the vocabulary in the order of ids in
+float64: the first id whose sum exceeds u times the total, u in [0, 1). An id of probability zero adds nothing to the
+sum and is never the first.
 """
 
 from __future__ import annotations
@@ -19,6 +23,10 @@ from models.float64 import accumulation_dtype
 def _logits(head: nn.Linear, hidden_RC: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return ``[R, V]`` logits at ``temperature``, in float32 or the compute dtype where that is wider."""
     logits_RV: torch.Tensor = head(hidden_RC).to(accumulation_dtype(hidden_RC.dtype))
+    return _at_temperature(logits_RV, temperature)
+
+
+def _at_temperature(logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
     return logits_RV if temperature == 1.0 else logits_RV.div_(temperature)
 
 
@@ -48,6 +56,47 @@ def score_rows(
         entropies_R[rows] = lse_R - probs_RV.mul_(logits_RV).sum(-1)
         del logits_RV, probs_RV  # or the next block's would stand beside these
     return logps_R, entropies_R
+
+
+@torch.no_grad()
+def sample_rows(
+    head: nn.Linear,
+    hidden_RC: torch.Tensor,
+    uniforms_R: torch.Tensor,
+    *,
+    temperature: float,
+    greedy: bool,
+    block_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a token for each row, int64 ``[R]``, and its log-probability in the accumulation dtype, ``[R]``.
+
+    ``hidden_RC`` are the rows after the final norm; ``uniforms_R`` are float64 numbers in [0, 1), unused when
+    ``greedy``: then the token is the first of the largest logits. The log-probability is that of `score_rows`, at
+    ``temperature`` in either case; it is no number where the logits are none.
+    """
+    ids_R = torch.empty(hidden_RC.shape[0], dtype=torch.int64, device=hidden_RC.device)
+    logps_R = torch.empty(hidden_RC.shape[0], dtype=accumulation_dtype(hidden_RC.dtype), device=hidden_RC.device)
+    for start in range(0, hidden_RC.shape[0], block_rows):
+        rows = slice(start, start + block_rows)
+        logits_RV = _logits(head, hidden_RC[rows], 1.0)
+        if greedy:  # before the temperature, which could round two logits to one
+            ids_R[rows] = logits_RV.argmax(-1)
+        logits_RV = _at_temperature(logits_RV, temperature)
+        logits_RV.sub_(_log_partition(logits_RV)[:, None])
+        if not greedy:
+            ids_R[rows] = _inverse_cdf(logits_RV, uniforms_R[rows])
+        logps_R[rows] = logits_RV.gather(1, ids_R[rows, None]).squeeze(1)
+        del logits_RV
+    return ids_R, logps_R
+
+
+def _inverse_cdf(logps_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
+    """Return the id in each row at which the cumulative probability first exceeds ``uniforms_R``, int64 ``[R]``."""
+    sums_RV = logps_RV.to(torch.float64, copy=True).exp_()
+    sums_RV.cumsum_(-1)
+    targets_R1 = (uniforms_R * sums_RV[:, -1])[:, None]
+    ids_R = torch.searchsorted(sums_RV, targets_R1, right=True).squeeze(1)
+    return ids_R.clamp_(max=sums_RV.shape[1] - 1)  # out of range only where the logits are no numbers
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from engine.memory import DEVICE, LiveBytes
-from models.attention import Prefix
+from models.attention import OwnState, Prefix
 from models.dense import DenseModel, Positions
 
 
@@ -125,6 +125,17 @@ class TracedModel:
         result = self._phase("block_forward", run, hidden_BSC, positions, _Representative(prefix, by_length=False))
         return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], result)
 
+    def block_decode(
+        self, layer: int, hidden_B1C: torch.Tensor, positions: Positions, prefix: Prefix, own: OwnState
+    ) -> torch.Tensor:
+        """See `DenseModel`. The own state is written in place and read as it lies, so its length decides nothing."""
+
+        def run(hidden: torch.Tensor, positions: Positions, prefix: Prefix) -> Any:
+            return self.model.block_decode(layer, hidden, positions, prefix, own)
+
+        page = _Representative(prefix, by_length=False)
+        return cast(torch.Tensor, self._phase("block_decode", run, hidden_B1C, positions, page))
+
     def block_state(
         self, layer: int, hidden_BSC: torch.Tensor, positions: Positions
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,6 +164,20 @@ class TracedModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         score = self.model.head_score
         result = self._phase("head_score", score, hidden_RC, targets_R, temperature=temperature, block_rows=block_rows)
+        return cast(tuple[torch.Tensor, torch.Tensor], result)
+
+    def head_sample(
+        self, hidden_RC: torch.Tensor, uniforms_R: torch.Tensor, *, temperature: float, greedy: bool, block_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        result = self._phase(
+            "head_sample",
+            self.model.head_sample,
+            hidden_RC,
+            uniforms_R,
+            temperature=temperature,
+            greedy=greedy,
+            block_rows=block_rows,
+        )
         return cast(tuple[torch.Tensor, torch.Tensor], result)
 
     def head_backward(
