@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.authoring import stage
     from engine.budget import Budget, Tier
     from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
 
@@ -28,6 +29,7 @@ _HOME = {
     "TensorSpec": "engine.plan",
     "Value": "engine.plan",
     "ValueKind": "engine.plan",
+    "stage": "engine.authoring",
 }
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "Value",
     "ValueKind",
     "__version__",
+    "stage",
 ]
 
 

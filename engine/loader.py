@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError, UsageError
+from engine.errors import EngineError, PlanError, UsageError
+from engine.origin import at, error_origin
 from engine.plan import Plan
 
 
@@ -41,6 +42,8 @@ class PlanFile:
         arguments = self._arguments(settings)
         try:
             plan = self.build(**arguments)
+        except PlanError as error:
+            raise _located(error) from error
         except EngineError:
             raise
         except (Exception, SystemExit) as error:
@@ -124,12 +127,21 @@ def _import(path: Path) -> types.ModuleType:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
+    except PlanError as error:
+        raise _located(error) from error
     except EngineError:
         raise
     except (Exception, SystemExit) as error:
         line = _line_in(path, error)
         raise UsageError(f"plan {path} can't be imported: {type(error).__name__}: {error}{line}") from error
     return module
+
+
+def _located(error: PlanError) -> PlanError:
+    """Return the error with the line of the plan file that led to it, unless it names one already."""
+    where = error_origin(error)
+    file = where.partition(" line ")[0]
+    return error if f"{file} line " in str(error) else PlanError(f"{error}{at(where)}")
 
 
 def _line_in(path: Path, error: BaseException) -> str:

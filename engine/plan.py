@@ -1,25 +1,24 @@
 """What is to be computed: Values, Stages and the Plan that connects them.
 
-A *Value* is a named piece of intermediate state whose bytes are known at plan time. A *Stage* says which Values it
-needs and how: *read*, *write* and *update* mean resident on the device while the stage runs; a *stream* goes through
-a small buffer from wherever its Values live. A *Plan* is the directed acyclic graph of stages.
+A *Plan* is the directed acyclic graph of stages (`engine.parts` has Value and Stage).
 
-Invariants, checked when a plan is sealed: names are unique; every Value that is used is written before; an immutable
-Value has one writer; an accumulator is updated in program order and read only after all its updates; ordered Values are
-accessed in program order; there is no cycle. Insertion order breaks ties, so a plan has one order.
+Invariants, checked when a plan is put in order: names are unique; every Value that is used is written before; an
+immutable Value has one writer; an accumulator is updated in program order and read only after all its updates; ordered
+Values are accessed in program order; there is no cycle. Insertion order breaks ties, so a plan has one order.
 
 A Value is born at its first write or update and dies after its last use unless ``keep`` is set.
-This module is pure: no I/O, no clock, no torch.
+
+A builder hands its plan over; what a person adds afterwards belongs to that person and is carried along when the plan
+is lowered under other choices. This module is pure: no I/O, no clock, no torch.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from functools import cached_property
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgpack
@@ -27,145 +26,40 @@ import networkx as nx
 
 from engine.budget import Tier
 from engine.errors import PlanError
+from engine.order import Dependencies, program_order
+from engine.origin import at, caller_origin
+from engine.parts import ALL_TIERS, ITEM_BYTES, Cost, Stage, Stream, TensorSpec, Value, ValueKind
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+__all__ = [
+    "ALL_TIERS",
+    "ITEM_BYTES",
+    "ChoiceSpace",
+    "Choices",
+    "Cost",
+    "Plan",
+    "Stage",
+    "Stream",
+    "Tap",
+    "TensorSpec",
+    "Value",
+    "ValueKind",
+    "digest",
+    "recipe_keys",
+    "spill_tiers",
+]
 
 Choices = Mapping[str, int]
 """What the planner may decide, by name: chunk_tokens, branches_at_once, ..."""
 
+ONE_TENSOR = "tensor"
+# The name of the tensor in a Value that has one.
 
-@dataclass(frozen=True, kw_only=True)
-class TensorSpec:
-    """Shape and dtype of a tensor that does not exist yet. Its *pieces* are its slices along the first axis."""
+_ON_DISK = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)*")
+# Names that a Value can have in the store, where it is a path.
 
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise PlanError(f"dtype={self.dtype!r} is not known; choose one of {', '.join(ITEM_BYTES)}")
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_elements * ITEM_BYTES[self.dtype]
-
-    @property
-    def num_pieces(self) -> int:
-        return self.shape[0] if self.shape else 1
-
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes of one slice along the first axis, which is what a stream moves at a time."""
-        return self.nbytes // max(1, self.num_pieces)
-
-
-class ValueKind(StrEnum):
-    """How a Value may change."""
-
-    IMMUTABLE = "immutable"  # one writer
-    ACCUMULATOR = "accumulator"  # born zero; a chain of updates in program order; read after all of them
-    ORDERED = "ordered"  # born zero; read and changed in program order (pages, weights)
-
-
-ALL_TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Value:
-    """A named piece of intermediate state.
-
-    ``tiers`` are those it may live on. ``provided`` Values are tensors or files that their stage makes itself;
-    others are allocated for the stage before it runs. ``keep`` Values outlive the plan.
-    """
-
-    name: str
-    tensors: Mapping[str, TensorSpec]
-    kind: ValueKind = ValueKind.IMMUTABLE
-    tiers: tuple[Tier, ...] = ALL_TIERS
-    provided: bool = False
-    keep: bool = False
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.tensors.values())
-
-    @property
-    def pinned(self) -> bool:
-        """True if it can live on the device only."""
-        return self.tiers == (Tier.DEVICE,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """Values that a stage uses piece by piece, from wherever they live.
-
-    Pieces of Values that are off the device pass through one buffer of the largest piece. A stream whose pieces are
-    only written has no use for it (``buffered`` false).
-    """
-
-    values: tuple[str, ...]
-    updates: bool = False
-    buffered: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What a stage does, in units that a hardware profile turns into seconds."""
-
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    num_kernels: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            flops=self.flops + other.flops,
-            moved_bytes=self.moved_bytes + other.moved_bytes,
-            num_kernels=self.num_kernels + other.num_kernels,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One unit of work. ``run`` takes the worker's context (`engine.worker.StageContext`).
-
-    ``config`` is all that decides the result beside the inputs: it goes into the recipe key.
-    ``workspace_bytes`` is what the stage needs on the device only while it runs, beyond its Values and buffers.
-    """
-
-    name: str
-    kind: str
-    run: Callable[[Any], None]
-    config: Mapping[str, object] = field(default_factory=dict)
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    updates: tuple[str, ...] = ()
-    streams: tuple[Stream, ...] = ()
-    workspace_bytes: int = 0
-    cost: Cost = field(default_factory=Cost)
-
-    def resident(self) -> Iterator[str]:
-        """Yield the Values that are on the device while the stage runs."""
-        yield from self.reads
-        yield from self.updates
-        yield from self.writes
-
-    def changes(self) -> Iterator[str]:
-        """Yield the Values that the stage writes or updates."""
-        yield from self.writes
-        yield from self.updates
-        for stream in self.streams:
-            if stream.updates:
-                yield from stream.values
-
-    def uses(self) -> Iterator[str]:
-        """Yield every Value that the stage touches; one may come twice."""
-        yield from self.resident()
-        for stream in self.streams:
-            yield from stream.values
+_SMALL_PIECE_BYTES = 4096
+_MANY_PIECES = 64
+# A piece is a file on disk. More than a few files below a block of the file system cost more than they free.
 
 
 class ChoiceSpace(Protocol):
@@ -212,36 +106,132 @@ class Plan:
     values: dict[str, Value] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     _order: list[Stage] = field(default_factory=list)
+    _own: tuple[int, int] | None = None  # how many stages and Values were there when it was handed over
+    _numbers: dict[str, int] = field(default_factory=dict)  # the last number given to a repeated name
+
+    # Building
 
     def value(self, value: Value) -> Value:
         """Declare a Value and return it. Raises PlanError if the name is taken or the Value can't be kept."""
-        if value.name in self.values:
-            raise PlanError(f"plan {self.name!r} has two Values named {value.name!r}; give each a name of its own")
+        name, where = value.name, at(value.origin)
+        if name in self.values:
+            raise PlanError(f"plan {self.name!r} has two Values named {name!r}; give each a name of its own{where}")
         if value.provided and len(value.tiers) != 1:
-            raise PlanError(f"Value {value.name!r} is provided by its stage, so it lives on one tier: name that one")
+            raise PlanError(f"Value {name!r} is provided by its stage, so it lives on one tier: name that one{where}")
         if not value.tiers or any(size < 1 for spec in value.tensors.values() for size in spec.shape):
-            raise PlanError(f"Value {value.name!r} has no tier, or a tensor without elements: {dict(value.tensors)}")
-        self.values[value.name] = value
+            raise PlanError(f"Value {name!r} has no tier, or a tensor without elements: {dict(value.tensors)}{where}")
+        if Tier.DISK in value.tiers and not value.provided and not _ON_DISK.fullmatch(name):
+            raise PlanError(f"Value {name!r} can't go to disk by that name; use letters, digits and _ . + - /{where}")
+        self.values[name] = value
         return value
+
+    def accumulator(self, name: str, tensors: TensorSpec | Mapping[str, TensorSpec]) -> Value:
+        """Declare a Value that is born zero, changed by one stage after another and read after all of them."""
+        return self._declare(name, tensors, ValueKind.ACCUMULATOR)
+
+    def variable(self, name: str, tensors: TensorSpec | Mapping[str, TensorSpec]) -> Value:
+        """Declare a Value that is born zero and changed and read in the order in which the stages were added."""
+        return self._declare(name, tensors, ValueKind.ORDERED)
+
+    def _declare(self, name: str, tensors: TensorSpec | Mapping[str, TensorSpec], kind: ValueKind) -> Value:
+        named = {ONE_TENSOR: tensors} if isinstance(tensors, TensorSpec) else dict(tensors)
+        return self.value(Value(name=name, tensors=named, kind=kind, tiers=spill_tiers(named)))
+
+    def find(self, name: str) -> Value:
+        """Return the Value of that name. Raises PlanError, with names like it, if there is none."""
+        if name not in self.values:
+            near = difflib.get_close_matches(name, self.values, n=5, cutoff=0.5)
+            like = f"; there are {', '.join(near)}" if near else ""
+            raise PlanError(f"plan {self.name!r} has no Value {name!r}{like}{_here()}")
+        return self.values[name]
 
     def add(self, stage: Stage) -> Stage:
         """Add a stage and return it. Raises PlanError if the name is taken or a Value was not declared."""
+        where = at(stage.origin)
         if stage.name in self.stages:
-            raise PlanError(f"plan {self.name!r} has two stages named {stage.name!r}; give each a name of its own")
+            raise PlanError(
+                f"plan {self.name!r} has two stages named {stage.name!r}; give each a name of its own{where}"
+            )
         for name in stage.uses():
             if name not in self.values:
-                raise PlanError(f"stage {stage.name!r} uses a Value {name!r} that plan {self.name!r} does not declare")
+                raise PlanError(
+                    f"stage {stage.name!r} uses a Value {name!r} that plan {self.name!r} does not declare{where}"
+                )
         seen = set(stage.resident())
         for stream in (stream for stream in stage.streams if stream.buffered):
             if twice := [name for name in stream.values if name in seen]:
                 raise PlanError(
                     f"stage {stage.name!r} uses {twice[0]!r} in two ways at once; a Value is either resident or in one "
-                    "buffered stream"
+                    f"buffered stream{where}"
                 )
             seen.update(stream.values)
         self.stages[stage.name] = stage
         self._order = []
         return stage
+
+    def free_name(self, name: str) -> str:
+        """Return ``name`` if no stage has it, else the first of ``name-2``, ``name-3``, ... that none has."""
+        free = name
+        while free in self.stages:
+            self._numbers[name] = self._numbers.get(name, 1) + 1
+            free = f"{name}-{self._numbers[name]}"
+        return free
+
+    # Lowering
+
+    def hand_over(self) -> Plan:
+        """Say that the plan is built, and return it: what is added from now on is carried to its other lowerings."""
+        self._own = (len(self.stages), len(self.values))
+        return self
+
+    def lowered(self, choices: Choices) -> Plan:
+        """Return the plan under ``choices``, with what was added to this one since it was handed over.
+
+        Raises:
+            PlanError: an added stage uses a Value that is not there under ``choices``, or has another size there.
+        """
+        if self.space is None:
+            return self
+        plan = self.space.lower(choices)
+        if plan is self or self._own is None:
+            return plan
+        bare = plan._without_additions()
+        bare.notes += [note for note in self.notes if note not in bare.notes]
+        bare.hooks, bare.taps, bare.budget = bare.hooks | self.hooks, self.taps | bare.taps, self.budget
+        for value in list(self.values.values())[self._own[1] :]:
+            bare.value(value)
+        for stage in list(self.stages.values())[self._own[0] :]:
+            for name in stage.uses():
+                self._check_carried(stage, self.values[name], bare)
+            bare.add(stage)
+        return bare
+
+    def _without_additions(self) -> Plan:
+        """Return a copy with what the builder made alone."""
+        stages, values = self._own or (len(self.stages), len(self.values))
+        return replace(
+            self,
+            notes=list(self.notes),
+            values=dict(list(self.values.items())[:values]),
+            stages=dict(list(self.stages.items())[:stages]),
+            _order=[],
+            _own=(stages, values),
+            _numbers={},
+        )
+
+    def _check_carried(self, stage: Stage, value: Value, plan: Plan) -> None:
+        there = plan.values.get(value.name)
+        if there is not None and there.tensors == value.tensors:
+            return
+        here, other = _differing(self.choices, plan.choices), _differing(plan.choices, self.choices)
+        trouble = "does not have" if there is None else "has with another size"
+        raise PlanError(
+            f"stage {stage.name!r} uses Value {value.name!r} of plan {self.name!r} under {here}, which the plan "
+            f"{trouble} under {other}; use Values that are there under every choice, or fix the choices by hand"
+            f"{at(stage.origin)}"
+        )
+
+    # Reading
 
     def buffer_bytes(self, stream: Stream) -> int:
         """Return the device bytes of a stream's buffer, if it comes to need one: its largest piece."""
@@ -251,14 +241,7 @@ class Plan:
 
     def graph(self) -> nx.DiGraph[str]:
         """Return the stages as a networkx graph; an edge means "must run before", ``values`` on it says why."""
-        graph: nx.DiGraph[str] = nx.DiGraph()
-        graph.add_nodes_from(self.stages)
-        for source, target, value in self._dependencies():
-            if graph.has_edge(source, target):
-                graph.edges[source, target]["values"].append(value)
-            else:
-                graph.add_edge(source, target, values=[value])
-        return graph
+        return self._dependencies().graph()
 
     def ordered(self) -> list[Stage]:
         """Check the plan and return its stages in the one order that it has.
@@ -270,72 +253,27 @@ class Plan:
         if not self.stages:
             raise PlanError(f"plan {self.name!r} has no stages; add one")
         if not self._order:
-            rank = {name: index for index, name in enumerate(self.stages)}
-            if all(rank[before] < rank[after] for before, after, _ in self._dependencies()):
-                self._order = list(self.stages.values())
-            else:
-                self._order = [self.stages[name] for name in self._sorted(rank)]
+            self._order = self._dependencies().ordered()
         return self._order
 
-    def _sorted(self, rank: Mapping[str, int]) -> list[str]:
-        """Return the stages' names in dependency order where that is not the order in which they were added."""
-        graph = self.graph()
-        try:
-            return list(nx.lexicographical_topological_sort(graph, key=rank.__getitem__))
-        except nx.NetworkXUnfeasible:
-            cycle = [source for source, _ in nx.find_cycle(graph)]
-            raise PlanError(
-                f"plan {self.name!r} has a cycle: {' -> '.join([*cycle, cycle[0]])}; "
-                "one of these stages reads what a later one writes"
-            ) from None
+    def _dependencies(self) -> Dependencies:
+        num_own = self._own[0] if self._own is not None else len(self.stages)
+        return Dependencies(self.name, program_order(self.stages.values(), num_own), self.values)
 
-    def _dependencies(self) -> Iterator[tuple[str, str, str]]:
-        writers = self._writers()
-        changed_by: dict[str, str] = {}
-        readers: dict[str, list[str]] = {}
-        for stage in self.stages.values():
-            changes = set(stage.changes())
-            for name in dict.fromkeys(stage.uses()):
-                if self.values[name].kind is ValueKind.IMMUTABLE:
-                    if name not in changes:
-                        yield writers[name][0], stage.name, name
-                    continue
-                if name in changed_by:
-                    yield changed_by[name], stage.name, name
-                if name in changes:
-                    yield from ((reader, stage.name, name) for reader in readers.pop(name, ()))
-                    changed_by[name] = stage.name
-                else:
-                    readers.setdefault(name, []).append(stage.name)
 
-    def _writers(self) -> dict[str, list[str]]:
-        writers: dict[str, list[str]] = {}
-        for stage in self.stages.values():
-            for name in dict.fromkeys(stage.changes()):
-                writers.setdefault(name, []).append(stage.name)
-        seen: dict[str, int] = {}
-        for stage in self.stages.values():
-            changes = set(stage.changes())
-            for name in dict.fromkeys(stage.uses()):
-                self._check_use(stage, self.values[name], name in changes, writers.get(name, []), seen)
-        return writers
+def _here() -> str:
+    return at(caller_origin())
 
-    def _check_use(
-        self, stage: Stage, value: Value, changes: bool, writers: Sequence[str], seen: dict[str, int]
-    ) -> None:
-        if not writers:
-            raise PlanError(f"stage {stage.name!r} reads {value.name!r}, which no stage of plan {self.name!r} writes")
-        if value.kind is ValueKind.IMMUTABLE:
-            if len(writers) > 1:
-                raise PlanError(f"Value {value.name!r} is immutable but is written by {' and '.join(writers[:3])}")
-            return
-        done = seen[value.name] = seen.get(value.name, 0) + changes
-        if not changes and not done:
-            raise PlanError(f"stage {stage.name!r} reads {value.name!r} before any stage has written it")
-        if not changes and value.kind is ValueKind.ACCUMULATOR and done < len(writers):
-            raise PlanError(
-                f"stage {stage.name!r} reads accumulator {value.name!r} before {writers[done]!r} updates it"
-            )
+
+def _differing(choices: Choices, others: Choices) -> str:
+    """Return those of the choices that are not as in ``others``, as text."""
+    return ", ".join(f"{key}={choice}" for key, choice in choices.items() if choice != others.get(key)) or "its choices"
+
+
+def spill_tiers(tensors: Mapping[str, TensorSpec]) -> tuple[Tier, ...]:
+    """Return where a Value of these tensors may live: everywhere, but not on disk where it would be many tiny files."""
+    tiny = any(s.piece_bytes < _SMALL_PIECE_BYTES and s.num_pieces > _MANY_PIECES for s in tensors.values())
+    return (Tier.DEVICE, Tier.HOST) if tiny else ALL_TIERS
 
 
 def digest(data: object) -> str:

@@ -13,6 +13,7 @@ from engine.budget import Budget, Tier
 from engine.driver import drive
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
+from engine.origin import at
 from engine.plan import Choices, Plan, Stage
 from engine.schedule import Schedule, device_floor, make_schedule
 from engine.simulated import SimulatedMachine
@@ -93,7 +94,7 @@ def _leanest(plan: Plan) -> Plan:
     """Return the plan with the lowest device floor among those that the space names as leanest."""
     if plan.space is None:
         return plan
-    return min((plan.space.lower(choices) for choices in plan.space.leanest()), key=lambda item: device_floor(item)[0])
+    return min((plan.lowered(choices) for choices in plan.space.leanest()), key=lambda item: device_floor(item)[0])
 
 
 def _choose(plan: Plan, budget: Budget) -> Plan | None:
@@ -102,7 +103,7 @@ def _choose(plan: Plan, budget: Budget) -> Plan | None:
         return plan
     choices: Choices | None = plan.space.first()
     while choices is not None:
-        candidate = plan.space.lower(choices)
+        candidate = plan.lowered(choices)
         need, binding = device_floor(candidate)
         if need <= budget.device_bytes:
             return candidate
@@ -111,10 +112,11 @@ def _choose(plan: Plan, budget: Budget) -> Plan | None:
 
 
 def _refusal(stage: Stage, need: int, budget: Budget) -> str:
+    where = at(stage.origin) if stage.declared_bytes is not None else ""  # a stage of a person's own
     return (
         f"does not fit: stage {stage.name} needs {format_bytes(need)} ({need} bytes) on the device at the smallest "
         f"choices, the budget has {format_bytes(budget.device_bytes)} ({budget.device_bytes} bytes); "
-        f"give --budget device={need} or more, or a smaller plan"
+        f"give --budget device={need} or more, or a smaller plan{where}"
     )
 
 

@@ -1,0 +1,181 @@
+"""The parts of a plan: Values with their sizes, and Stages with their needs.
+
+A *Value* is a named piece of intermediate state whose bytes are known at plan time. A *Stage* says which Values it
+needs and how: *read*, *write* and *update* mean resident on the device while the stage runs; a *stream* goes through
+a small buffer from wherever its Values live.
+
+Both remember the line of the plan file that made them (`engine.origin`), for messages: it neither counts in a
+comparison nor goes into a recipe key. This module is pure: no I/O, no clock, no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from engine.budget import Tier
+from engine.errors import PlanError
+from engine.origin import at, caller_origin
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that does not exist yet. Its *pieces* are its slices along the first axis."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise PlanError(f"dtype={self.dtype!r} is not known; choose one of {', '.join(ITEM_BYTES)}")
+        shape: object = self.shape
+        if not isinstance(shape, tuple):
+            raise PlanError(f"shape={shape!r} is no tuple of whole numbers; write (rows, columns), or (size,)")
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
+            raise PlanError(f"shape={shape!r}: every size must be a whole number that is known before the run")
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def num_pieces(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one slice along the first axis, which is what a stream moves at a time."""
+        return self.nbytes // max(1, self.num_pieces)
+
+
+class ValueKind(StrEnum):
+    """How a Value may change."""
+
+    IMMUTABLE = "immutable"  # one writer
+    ACCUMULATOR = "accumulator"  # born zero; a chain of updates in program order; read after all of them
+    ORDERED = "ordered"  # born zero; read and changed in program order (pages, weights)
+
+
+ALL_TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A named piece of intermediate state.
+
+    ``tiers`` are those it may live on. ``provided`` Values are tensors or files that their stage makes itself;
+    others are allocated for the stage before it runs. ``keep`` Values outlive the plan.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorSpec]
+    kind: ValueKind = ValueKind.IMMUTABLE
+    tiers: tuple[Tier, ...] = ALL_TIERS
+    provided: bool = False
+    keep: bool = False
+    origin: str = field(default_factory=caller_origin, compare=False, repr=False)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    @property
+    def pinned(self) -> bool:
+        """True if it can live on the device only."""
+        return self.tiers == (Tier.DEVICE,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Values that a stage uses piece by piece, from wherever they live.
+
+    Pieces of Values that are off the device pass through one buffer of the largest piece. A stream whose pieces are
+    only written has no use for it (``buffered`` false).
+    """
+
+    values: tuple[str, ...]
+    updates: bool = False
+    buffered: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a stage does, in units that a hardware profile turns into seconds."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    num_kernels: float = 0.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            number = getattr(self, item.name)
+            if not 0 <= number < math.inf:
+                raise PlanError(f"{item.name}={number!r} of a cost must be a finite number of at least 0")
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            flops=self.flops + other.flops,
+            moved_bytes=self.moved_bytes + other.moved_bytes,
+            num_kernels=self.num_kernels + other.num_kernels,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One unit of work. ``run`` takes the worker's context (`engine.worker.StageContext`).
+
+    ``config`` is all that decides the result beside the inputs: it goes into the recipe key.
+    ``workspace_bytes`` is what the stage needs on the device only while it runs, beyond its Values and buffers;
+    ``declared_bytes`` is what its author declared as such, where the engine added to that by itself.
+    """
+
+    name: str
+    kind: str
+    run: Callable[[Any], None]
+    config: Mapping[str, object] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
+    streams: tuple[Stream, ...] = ()
+    workspace_bytes: int = 0
+    cost: Cost = field(default_factory=Cost)
+    declared_bytes: int | None = field(default=None, compare=False)
+    origin: str = field(default_factory=caller_origin, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        nbytes: object = self.workspace_bytes
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise PlanError(
+                f"stage {self.name!r} has workspace_bytes={nbytes!r}; give a whole number of bytes, 0 or more"
+                f"{at(self.origin)}"
+            )
+
+    def resident(self) -> Iterator[str]:
+        """Yield the Values that are on the device while the stage runs."""
+        yield from self.reads
+        yield from self.updates
+        yield from self.writes
+
+    def changes(self) -> Iterator[str]:
+        """Yield the Values that the stage writes or updates."""
+        yield from self.writes
+        yield from self.updates
+        for stream in self.streams:
+            if stream.updates:
+                yield from stream.values
+
+    def uses(self) -> Iterator[str]:
+        """Yield every Value that the stage touches; one may come twice."""
+        yield from self.resident()
+        for stream in self.streams:
+            yield from stream.values
