@@ -55,6 +55,11 @@ class LiveBytes(TorchDispatchMode):
         self._tier = DEVICE
         self._known: dict[int, _Entry] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch not to wrap the handler against being compiled, which takes longer than the handler itself."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -1,0 +1,249 @@
+"""Runs of several updates equal the same done by dense autograd and torch's own AdamW; sampled steps are exact too.
+
+The oracle (`tests.parity.dense_oracle`) evaluates whole sequences through Hugging Face's model; between updates its
+parameters are changed by ``torch.optim.AdamW`` after ``torch.nn.utils.clip_grad_norm_``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.budget import Tier
+from engine.schedule import device_floor
+from models.policy import find_policy
+from stages import (
+    AdamWOptions,
+    Group,
+    GrpoSettings,
+    GrpoSpace,
+    LossConfig,
+    Prompt,
+    RolloutSettings,
+    Sample,
+    deal,
+    grpo_run,
+    read_rollouts,
+)
+from stages.audit import audit, max_rel_err
+from tests.helpers import (
+    budget,
+    checkpoint_tensors,
+    one_thread,
+    random_group,
+    random_ids,
+    run_plan,
+    same_bits,
+    save_policy,
+    tiny_config,
+)
+from tests.parity import dense_oracle
+
+OPTIONS = AdamWOptions(learning_rate=0.02, weight_decay=0.01, max_grad_norm=0.5)
+LOSS = LossConfig(epsilon=0.05)
+
+
+def as_json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def dense_updates(
+    policy: Path, steps: Sequence[Sequence[Group]], *, epochs: int, rates: Sequence[float]
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Return the weights after all updates, and the loss of each."""
+    hf = dense_oracle.load(policy, "eager")
+    optimizer = torch.optim.AdamW(
+        hf.parameters(), betas=(OPTIONS.beta1, OPTIONS.beta2), eps=OPTIONS.eps, weight_decay=OPTIONS.weight_decay
+    )
+    losses, remaining = [], iter(rates)
+    for groups in steps:
+        for epoch in range(epochs):
+            optimizer.zero_grad()
+            scored = [
+                [dense_oracle.score(hf, group, response, 1.0) for response in group.responses] for group in groups
+            ]
+            if epoch == 0:
+                groups = [
+                    replace(
+                        group,
+                        responses=tuple(
+                            replace(response, old_logprobs=tuple(item.logprobs.tolist()))
+                            if response.old_logprobs is None
+                            else response
+                            for response, item in zip(group.responses, items, strict=True)
+                        ),
+                    )
+                    for group, items in zip(groups, scored, strict=True)
+                ]
+            rows = [
+                (replace(item, response=response), advantage)
+                for group, items in zip(groups, scored, strict=True)
+                for item, response, advantage in zip(
+                    items, group.responses, dense_oracle.advantages(group, scale=True), strict=True
+                )
+            ]
+            loss = dense_oracle.step_loss(rows, LOSS)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(hf.parameters(), OPTIONS.max_grad_norm)
+            optimizer.param_groups[0]["lr"] = next(remaining)
+            optimizer.step()
+            losses.append(loss.item())
+    return {name: parameter.detach() for name, parameter in hf.named_parameters()}, losses
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_updates_equal_dense_autograd_and_torchs_adamw(family: str, epochs: int, tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config(family, tie_word_embeddings=True), dtype=torch.float64)
+    groups = [random_group(seed, 20 + 7 * seed, [5, 9, 1]) for seed in range(4)]
+    steps = deal(groups, steps=2, groups_per_step=2)
+    settings = GrpoSettings(
+        dtype=torch.float64,
+        page_tokens=8,
+        loss=LOSS,
+        optimizer=OPTIONS,
+        epochs_per_step=epochs,
+        schedule="linear",
+        warmup_updates=1,
+        fixed={"chunk_tokens": 16, "branches_at_once": 2, "head_rows": 4},
+    )
+    plan = grpo_run(name="updates", policy=str(policy), steps=steps, settings=settings)
+    done = run_plan(plan, tmp_path / "run")
+    lines = as_json_lines(done.run / "results" / "metrics.jsonl")
+    total = 2 * epochs
+    rates = [OPTIONS.learning_rate * (1 if update < 1 else (total - update) / (total - 1)) for update in range(total)]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(rates, rel=1e-12)
+    weights, losses = dense_updates(policy, [list(step) for step in steps], epochs=epochs, rates=rates)  # type: ignore[arg-type]
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-9, abs=1e-12)
+    found = checkpoint_tensors(done.checkpoint)
+    assert max_rel_err(found, {name: tensor for name, tensor in weights.items() if name in found}) <= 1e-10
+    if epochs > 1:
+        assert any(line["clip_fraction_low"] + line["clip_fraction_high"] > 0 for line in lines), "clipping never bound"
+        assert all(line["ratio_min"] == line["ratio_max"] == 1.0 for line in lines if line["epoch"] == 0)
+
+
+def test_bfloat16_weights_move_at_a_learning_rate_of_1e_6_because_their_masters_do(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama"), dtype=torch.bfloat16)
+    before = checkpoint_tensors(policy)
+    # Adam moves a weight by about the learning rate, so 200 updates reach 2e-4. A bfloat16 number x has its neighbours
+    # at up to 2^-7 |x|: of those with a half step of at most 1e-4, all but a few must have moved after 200 updates.
+    near = {name: tensor.float().abs() * 2.0**-8 < 1e-4 for name, tensor in before.items()}
+    num_near = sum(int(mask.sum()) for mask in near.values())
+    moved = []
+    for steps in (1, 200):
+        settings = GrpoSettings(dtype=torch.bfloat16, optimizer=AdamWOptions(learning_rate=1e-6))
+        groups = [random_group(0, 6, [3, 4])] * steps
+        plan = grpo_run(name="bf16", policy=str(policy), steps=deal(groups, steps=steps), settings=settings)
+        after = checkpoint_tensors(run_plan(plan, tmp_path / f"run{steps}").checkpoint)
+        moved.append(sum(int((after[name] != before[name])[near[name]].sum()) for name in before))
+    assert num_near > 500
+    assert moved[0] < 0.1 * num_near, "one update is below the weights' own rounding"
+    assert moved[1] > 0.7 * num_near, "many are not, if nothing of them is lost"
+
+
+def vowels(sample: Sample) -> float:
+    return sum(token % 5 == 0 for token in sample.token_ids) / len(sample.token_ids) + 0.01 * sample.token_ids[0]
+
+
+def prompts_of(lengths: Sequence[int]) -> list[Prompt]:
+    return [
+        Prompt(token_ids=tuple(random_ids(random.Random(index), length)), data=index, source=f"prompt {index}")
+        for index, length in enumerate(lengths)
+    ]
+
+
+def sampled_space(
+    policy: Path, lengths: Sequence[int], *, dtype: torch.dtype = torch.float64, **more: Any
+) -> GrpoSpace:
+    rollout = RolloutSettings(reward=vowels, group_size=3, max_response_tokens=7, stop_token_ids=(4, 9))
+    steps = deal(prompts_of(lengths), steps=more.pop("steps", 1), groups_per_step=more.pop("groups_per_step", None))
+    defaults: dict[str, Any] = {"page_tokens": 8, "fixed": {"chunk_tokens": 16, "branches_at_once": 2, "head_rows": 4}}
+    settings = GrpoSettings(dtype=dtype, optimizer=OPTIONS, **(defaults | more))
+    return GrpoSpace(
+        name="sampled",
+        policy=find_policy(policy),
+        steps=tuple(tuple(step) for step in steps),
+        settings=settings,
+        rollout=rollout,
+    )
+
+
+@pytest.mark.parametrize("lengths", [(1,), (30,), (25, 9)])
+def test_the_gradient_of_a_sampled_step_equals_dense_autograd_on_what_was_sampled(
+    lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("qwen2"))
+    space = sampled_space(policy, lengths)
+    assert audit(space, budget())["passed"]
+    done = run_plan(space.lower(space.first()), tmp_path / "run")
+    (line,) = as_json_lines(done.run / "results" / "metrics.jsonl")
+    assert line["ratio_min"] == line["ratio_max"] == 1.0
+    assert 0 <= line["sampling_drift_max"] <= 1e-10
+    file = done.run / "results" / "rollouts" / "step00000.jsonl"
+    groups = read_rollouts(file, tokenizer=None, vocab_size=61)
+    rewards = [response.reward for group in groups for response in group.responses]
+    assert line["reward_mean"] == pytest.approx(sum(r for r in rewards if r is not None) / len(rewards), rel=1e-12)
+    _, expected = dense_oracle.gradient(policy, groups, LossConfig(), 1.0)
+    assert max_rel_err(done.gradients, expected) <= 1e-10
+    for group in groups:
+        for response in group.responses:
+            assert response.old_logprobs is not None
+            scored = dense_oracle.score(dense_oracle.load(policy, "eager"), group, response, 1.0)
+            assert list(response.old_logprobs) == pytest.approx(scored.logprobs.tolist(), rel=1e-10)
+
+
+def test_a_run_that_samples_has_the_same_bits_within_any_budget(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama"))
+    results = []
+    with one_thread():
+        for name, tight in (("wide", False), ("tight", True)):
+            space = sampled_space(
+                policy, (40, 33, 21), dtype=torch.float32, steps=2, groups_per_step=2, epochs_per_step=2
+            )
+            plan = space.lower(space.first())
+            floor, _ = device_floor(plan)
+            within = budget(device=floor, host=30_000) if tight else budget()
+            done = run_plan(plan, tmp_path / name, within)
+            assert done.outcome.measured_peak_bytes["device"] <= within.device_bytes
+            results.append((done, sorted((done.run / "results" / "rollouts").iterdir())))
+    (wide, wide_files), (tight_run, tight_files) = results
+    assert [file.read_bytes() for file in wide_files] == [file.read_bytes() for file in tight_files]
+    assert same_bits(checkpoint_tensors(wide.checkpoint), checkpoint_tensors(tight_run.checkpoint))
+    assert any("disk" in route for route in tight_run.planned.moved_bytes), "nothing had to leave for the disk"
+
+
+def test_measured_bytes_never_pass_the_plan_and_equal_it_where_every_response_is_at_its_longest(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama"))
+    space = sampled_space(policy, (40, 33), steps=2, groups_per_step=1)
+    space.rollout = replace(space.rollout, stop_token_ids=())  # type: ignore[type-var]
+    done = run_plan(space.lower(space.first()), tmp_path / "run")
+    assert done.outcome.measured_peak_bytes["device"] == done.planned.peak_bytes[Tier.DEVICE]
+
+
+def test_going_on_from_a_checkpoint_and_its_optimizer_equals_one_run(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama"))
+    groups = [random_group(seed, 15, [4, 6]) for seed in range(3)]
+    settings = GrpoSettings(optimizer=OPTIONS, save_optimizer=True, checkpoint_every=1)
+
+    def train(name: str, start: Path, steps: Sequence[Group], **more: Any) -> Path:
+        dealt = deal(steps, steps=len(steps))
+        plan = grpo_run(name="on", policy=str(start), steps=dealt, settings=replace(settings, **more))
+        return run_plan(plan, tmp_path / name).run / "results"
+
+    with one_thread():
+        whole = train("whole", policy, groups)
+        assert {path.name for path in whole.iterdir()} >= {
+            "checkpoint-1", "checkpoint-2", "checkpoint", "optimizer-1.safetensors", "optimizer.safetensors",
+        }  # fmt: skip
+        first = train("first", policy, groups[:1])
+        rest = train("rest", first / "checkpoint", groups[1:], optimizer_state=str(first / "optimizer.safetensors"))
+    assert same_bits(checkpoint_tensors(first / "checkpoint"), checkpoint_tensors(whole / "checkpoint-1"))
+    assert same_bits(checkpoint_tensors(rest / "checkpoint"), checkpoint_tensors(whole / "checkpoint"))
+    assert (rest / "optimizer.safetensors").read_bytes() == (whole / "optimizer.safetensors").read_bytes()
