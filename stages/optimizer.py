@@ -45,7 +45,6 @@ PIECES_A_VALUE = 16
 # Values move between tiers as a whole: of these, part of the state may stay on the device while the rest leaves.
 
 _TENSOR = "state"
-_FINITE_BYTES = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +58,12 @@ class Part:
 
     def of_piece(self, row: torch.Tensor) -> torch.Tensor:
         """Return the part's elements of a piece's row."""
-        return row[self.first : self.first + self.count]
+        return row if row.shape[0] == self.count else row[self.first : self.first + self.count]
 
     def of_parameter(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the part's elements of a tensor that is shaped like its parameter."""
-        return tensors[self.parameter].detach().view(-1)[self.start : self.start + self.count]
+        """Return the part's elements of a tensor that is shaped like its parameter. Call it without autograd."""
+        flat = tensors[self.parameter].view(-1)
+        return flat if flat.shape[0] == self.count else flat[self.start : self.start + self.count]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +250,7 @@ def load_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
         run=lambda context: _load(context, state, source, weights),
         config={"source": source.fingerprint},
         updates=(weights,),
-        workspace_bytes=state.row_bytes + max(scratch, state.wide.itemsize + _FINITE_BYTES),
+        workspace_bytes=state.row_bytes + max(scratch, state.wide.itemsize),
         cost=Cost(moved_bytes=float(contents.nbytes) * 2),
     )
 
@@ -263,7 +263,7 @@ def _load(context: StageContext, state: OptimizerState, source: OptimizerFile, w
             checksum = 0
             for parts in state.pieces:
                 checksum = _read_row(reader, kind, parts, buffer, checksum)
-                if not bool(torch.linalg.vector_norm(buffer, math.inf).isfinite()):
+                if not math.isfinite(torch.linalg.vector_norm(buffer, math.inf).item()):
                     raise StageFailedError(f"the optimizer state {source.path}: {kind} has numbers that are not finite")
                 if kind == MASTER:
                     _restore(parts, buffer, parameters, torch_dtype(source.contents.checkpoint_dtype), source.path)
@@ -300,8 +300,7 @@ def _restore(
     """Make weights the rounding of their masters. Raises StageFailedError if they are not those of the checkpoint."""
     for part in parts:
         weight, master = part.of_parameter(parameters), part.of_piece(masters)
-        rounded = master.to(weight.dtype).to(stored).to(weight.dtype)
-        if not torch.equal(weight, rounded):
+        if not torch.equal(weight, master.to(weight.dtype).to(stored).to(weight.dtype)):
             raise StageFailedError(
                 f"the optimizer state {path} is of other weights: {part.parameter} is not the rounding of its master; "
                 "give the checkpoint that was saved with it, or start without it"

@@ -180,12 +180,12 @@ class _Update:
         self._adamw(masters[0] if masters else targets, gradients, exp_avgs, exp_avg_sqs)
         for target, master in zip(targets, masters[0] if masters else (), strict=bool(masters)):
             target.copy_(master)
-        finite = torch.stack([torch.linalg.vector_norm(target, math.inf) for target in targets]).isfinite().tolist()
-        if not all(finite):
-            raise StageFailedError(
-                f"new weights are not finite (the first in {parts[finite.index(False)].parameter}); "
-                f"lower learning_rate={self.learning_rate!r}"
-            )
+        largest = torch.stack([torch.linalg.vector_norm(target, math.inf) for target in targets]).tolist()
+        for part, number in zip(parts, largest, strict=True):
+            if not math.isfinite(number):
+                raise StageFailedError(
+                    f"new weights are not finite (in {part.parameter}); lower learning_rate={self.learning_rate!r}"
+                )
 
     def _adamw(self, parameters: Any, gradients: Any, exp_avgs: Any, exp_avg_sqs: Any) -> None:
         options = self.options

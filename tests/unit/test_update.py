@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
 from engine.errors import StageFailedError, UsageError
-from stages import AdamWOptions, GrpoSettings, update
+from stages import AdamWOptions, GrpoSettings, optimizer
 from tests.helpers import (
     Done,
     checkpoint_tensors,
@@ -105,14 +105,14 @@ def test_bfloat16_weights_are_updated_through_a_float32_master_and_rounded_once(
 
 @pytest.mark.parametrize("elements", [16, 1000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_slices_of_a_parameter_change_no_bit(
+def test_pieces_of_parameters_change_no_bit(
     dtype: torch.dtype, elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, options = policy_of(tmp_path, dtype), OPTIONS["all numbers of its own"]
     whole = step(policy, tmp_path / "whole", dtype, options)
-    monkeypatch.setattr(update, "SLICE_ELEMENTS", elements)
-    sliced = step(policy, tmp_path / "sliced", dtype, options)
-    assert same_bits(checkpoint_tensors(whole.checkpoint), checkpoint_tensors(sliced.checkpoint))
+    monkeypatch.setattr(optimizer, "PIECE_ELEMENTS", elements)
+    cut = step(policy, tmp_path / "cut", dtype, options)
+    assert same_bits(checkpoint_tensors(whole.checkpoint), checkpoint_tensors(cut.checkpoint))
 
 
 def test_a_tied_weight_is_updated_once_and_counts_once_in_the_norm(tmp_path: Path) -> None:

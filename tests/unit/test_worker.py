@@ -85,6 +85,40 @@ def test_rows_are_added_to_and_written_over_what_is_there(tier: Tier, tmp_path: 
     assert torch.equal(context.piece("p", 0), expected)
 
 
+@pytest.mark.parametrize("tier", Tier)
+def test_a_piece_that_is_changed_in_place_is_changed_wherever_it_lives(tier: Tier, tmp_path: Path) -> None:
+    _, context = machine_with(tier, tmp_path)
+    context.write_rows("p", 2, 0, rows(1, 4))
+    for index, factor in ((0, 2.0), (2, 3.0), (2, 0.5)):
+        with context.changing("p", index) as piece:
+            piece.add_(1).mul_(factor)
+    found = pieces(context)
+    assert torch.equal(found[0], torch.full((2, 4, 5), 2.0))
+    assert torch.equal(found[1], torch.zeros(2, 4, 5))
+    assert torch.equal(found[2], ((torch.stack(rows(1, 4)) + 1) * 3 + 1) * 0.5)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_an_error_while_a_piece_is_changed_leaves_it_as_it_was(tier: Tier, tmp_path: Path) -> None:
+    _, context = machine_with(tier, tmp_path)
+    context.write_rows("p", 1, 0, rows(1, 4))
+
+    def change() -> None:
+        with context.changing("p", 1) as piece:
+            piece.zero_()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        change()
+    assert torch.equal(context.piece("p", 1), torch.stack(rows(1, 4)))
+
+
+def test_a_piece_that_is_changed_on_the_device_is_the_value_itself(tmp_path: Path) -> None:
+    machine, context = machine_with(Tier.DEVICE, tmp_path)
+    with context.changing("p", 1) as piece:
+        assert piece.data_ptr() == machine.held["p"].tensors["pages"][1].data_ptr()
+
+
 @pytest.mark.parametrize(("source", "target"), list(permutations(Tier, 2)))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int64", "bool"])
 def test_a_move_changes_no_bit_and_frees_the_source(source: Tier, target: Tier, dtype: str, tmp_path: Path) -> None:
