@@ -86,12 +86,21 @@ class Tap:
     run: Callable[[Any, str], None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ActualSizes:
+    """What sizes turned out to be that were planned at their largest: workspace by stage, Values by name."""
+
+    workspace_bytes: Mapping[str, int]
+    values: Mapping[str, Value] = field(default_factory=dict)
+
+
 @dataclass(kw_only=True)
 class Plan:
     """The DAG of stages. Built by `value` and `add`; `ordered` checks it and remembers the order until the next stage.
 
     ``budget`` holds bytes by tier that the plan asks for unless the command line says otherwise. ``hooks`` are
-    functions that the command line calls by name (``audit``, ``compare``); ``taps`` are extra outputs by name
+    functions that are called by name (``audit`` and ``compare`` by the command line; ``actual``, which returns
+    `ActualSizes`, after a run whose sizes were not all known before); ``taps`` are extra outputs by name
     (``gradients``). ``choices`` says how it was lowered, ``space`` how else it could be.
     """
 

@@ -7,15 +7,15 @@ declared choice: no schedule of any of them needs less.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.budget import Budget, Tier
 from engine.driver import drive
 from engine.errors import DoesNotFitError
-from engine.hardware import HardwareProfile
+from engine.hardware import HardwareProfile, load_profile
 from engine.origin import at
-from engine.plan import Choices, Plan, Stage
-from engine.schedule import Schedule, device_floor, make_schedule
+from engine.plan import ActualSizes, Choices, Plan, Stage
+from engine.schedule import Run, Schedule, device_floor, make_schedule
 from engine.simulated import SimulatedMachine
 from engine.trace import PREDICTED, Recording
 from engine.units import format_bytes
@@ -88,6 +88,20 @@ def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
         smallest_device_bytes=smallest_bytes,
         recording=recording,
     )
+
+
+def peak_bytes_at(forecast: Forecast, actual: ActualSizes) -> dict[Tier, int]:
+    """Return the peaks of a schedule at the sizes that things turned out to have; none may be above its plan."""
+    plan = replace(forecast.plan, values=forecast.plan.values | dict(actual.values))
+    instructions = tuple(
+        replace(item, workspace_bytes=actual.workspace_bytes[item.stage])
+        if isinstance(item, Run) and item.stage in actual.workspace_bytes
+        else item
+        for item in forecast.schedule.instructions
+    )
+    machine = SimulatedMachine(plan, load_profile("cpu"))
+    ledger = drive(plan, replace(forecast.schedule, instructions=instructions), forecast.budget, machine)
+    return dict(ledger.peak)
 
 
 def _leanest(plan: Plan) -> Plan:

@@ -24,8 +24,10 @@ from engine.driver import Observer, drive
 from engine.errors import StageFailedError, UnsupportedModelError, UsageError
 from engine.journal import Journal, PlanRecord, ResultRecord, RunFinished, SpillCommit, StageCommit, StageIntent
 from engine.memory import DEVICE, HOST, LiveBytes, peak_rss_bytes, release_freed_memory
+from engine.origin import at
+from engine.own_stage import merge_reports
 from engine.plan import Plan, Stage, digest, recipe_keys
-from engine.planner import Forecast
+from engine.planner import Forecast, peak_bytes_at
 from engine.run import RunDirectory, atomic_write_bytes, atomic_write_text, check_writable
 from engine.schedule import Schedule
 from engine.store import Store
@@ -33,13 +35,18 @@ from engine.trace import MEASURED, Recording, chrome_trace
 from engine.units import format_bytes
 from engine.worker import TorchMachine
 
+METRICS_FILE = "metrics.jsonl"
+
 CHECKSUMS_A_RECORD = 4000
 # Keeps a record well below the journal's cap; a Value has as many chunks as the model has layers.
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a finished run reports: ``results`` of its stages and what was measured."""
+    """What a finished run reports: ``results`` of its stages and what was measured.
+
+    ``actual_peak_bytes`` is the prediction at the sizes that things turned out to have; None where all were known.
+    """
 
     results: dict[str, Any]
     measured_peak_bytes: dict[str, int]
@@ -47,10 +54,13 @@ class Outcome:
     wall_s: float
     stages_run: int
     rss_bytes: int
+    actual_peak_bytes: dict[Tier, int] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return the keys that ``engine execute --json`` adds to those of ``simulate``."""
+        actual = self.actual_peak_bytes
         return {
+            **({} if actual is None else {"actual_peak_bytes": {str(tier): n for tier, n in actual.items()}}),
             "measured_peak_bytes": self.measured_peak_bytes,
             "measured_rss_bytes": self.rss_bytes,
             "wall_s": self.wall_s,
@@ -94,12 +104,20 @@ class _Checked:
                 raise StageFailedError(
                     f"stage {stage.name} used {format_bytes(measured)} ({measured} bytes) of the {tier}, more than the "
                     f"{format_bytes(limit)} ({limit} bytes) planned for it; the run was stopped"
+                    f"{_what_to_declare(stage, measured - limit, tier)}{at(stage.origin)}"
                 )
 
     def _note_peak(self) -> None:
         meter = self.machine.meter
         self.overall = {tier: max(self.overall[tier], meter.peak[tier]) for tier in self.overall}
         meter.restart_peak()
+
+
+def _what_to_declare(stage: Stage, over_bytes: int, tier: Tier) -> str:
+    """Say what the author of a stage has to declare for it to pass; nothing for stages of ours."""
+    if stage.declared_bytes is None or tier is not Tier.DEVICE:
+        return ""
+    return f"; declare workspace_bytes={stage.declared_bytes + over_bytes} for it, or need less"
 
 
 @dataclass(kw_only=True)
@@ -230,12 +248,19 @@ def _execute_in(
         finally:
             recording.close()
             _leave_trace(directory, forecast, recording)
-        line = {name: outcome.results.get(name) for name in ("loss", "grad_norm")} | outcome.results.get("metrics", {})
-        atomic_write_text(directory.results_path / "metrics.jsonl", json.dumps(finite(line), allow_nan=False) + "\n")
+        _leave_metrics(directory, outcome)
         for name, value in outcome.results.items():
             journal.append(ResultRecord(name=name, payload={"value": value}))
         journal.append(RunFinished(results=outcome.results), sync=True)
     return outcome
+
+
+def _leave_metrics(directory: RunDirectory, outcome: Outcome) -> None:
+    """Write the run's numbers as one line, unless its stages have written a line for each of several updates."""
+    path = directory.results_path / METRICS_FILE
+    if not path.exists():
+        line = {name: outcome.results.get(name) for name in ("loss", "grad_norm")} | outcome.results.get("metrics", {})
+        atomic_write_text(path, json.dumps(finite(line), allow_nan=False) + "\n")
 
 
 def _plan_record(forecast: Forecast, recipe: Mapping[str, Any]) -> PlanRecord:
@@ -297,6 +322,7 @@ def _drive(
     with machine.meter:
         told: list[Observer] = [checked, journaled, *observers]
         drive(forecast.plan, forecast.schedule, forecast.budget, machine, told, recording)
+    merge_reports(machine.results)
     return Outcome(
         results=machine.results,
         measured_peak_bytes={**checked.overall, str(Tier.DISK): machine.disk_peak_bytes},
@@ -304,4 +330,5 @@ def _drive(
         wall_s=time.monotonic() - started,
         stages_run=len(forecast.schedule.stages),
         rss_bytes=peak_rss_bytes(),
+        actual_peak_bytes=peak_bytes_at(forecast, actual()) if (actual := forecast.plan.hooks.get("actual")) else None,
     )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.budget import Tier
-from engine.plan import Choices, Cost, Plan, Stage, Tap, TensorSpec, Value, ValueKind, digest
+from engine.plan import ActualSizes, Choices, Cost, Plan, Stage, Tap, TensorSpec, Value, ValueKind, digest
 from engine.worker import dtype_name
 from models.dense import HEAD_GRADIENT
 from models.float64 import accumulation_dtype
@@ -31,7 +31,7 @@ from stages.learning_rate import learning_rate_at
 from stages.loss_stage import LossStage, loss_groups
 from stages.lower import Lowering, Visible
 from stages.optimizer import load_stage, save_stage
-from stages.record import MetricsLine, RolloutsFile
+from stages.record import MetricsLine, RolloutsFile, file_value
 from stages.rewards import SampledGroup
 from stages.sampling import SampleWork, SamplingOptions, add_rollout, rollout_value
 from stages.update import adamw_stage, clip_stage, clip_value, merge_stage
@@ -61,6 +61,7 @@ class RunBuilder:
             dtype=self.settings.dtype,
         )
         self.layout = state_layout(self.sizes, dtype=self.settings.dtype, page_tokens=self.settings.page_tokens)
+        self.lowerings: list[Lowering] = []
         self.optimizer = self.space.optimizer_state(self.parameters, kept=self._keeps_optimizer())
 
     def build(self) -> Plan:
@@ -74,6 +75,8 @@ class RunBuilder:
         for step in range(len(self.space.steps)):
             _StepBuilder(self, step).build()
             self._add_checkpoints(step)
+        if self.space.samples:
+            self.plan.hooks["actual"] = self.actual_sizes
         first = names.update_prefix(0, 0, self.settings.epochs_per_step)
         gradients = names.gradients(first)
         self.plan.taps["gradients"] = Tap(
@@ -81,6 +84,14 @@ class RunBuilder:
             run=lambda context, path: checkpoint.save_gradients(context, path, gradients),
         )
         return self.plan
+
+    def actual_sizes(self) -> ActualSizes:
+        """Return the sizes of what was planned at its largest, now that it is known how much was sampled."""
+        workspace_bytes: dict[str, int] = {}
+        for lowering in self.lowerings:
+            workspace_bytes |= lowering.workspace_at(self.space.sampled.lengths)
+        values = {name: file_value(name, nbytes) for name, nbytes in self.space.sampled.file_bytes.items()}
+        return ActualSizes(workspace_bytes=workspace_bytes, values=values)
 
     @property
     def num_updates(self) -> int:
@@ -230,6 +241,7 @@ class _StepBuilder:
             lowering.forward_below((tree,), state)
         self._add_loss(update, lowering)
         self.first = self.first or lowering
+        self.run.lowerings.append(lowering)
         for _, tree in reversed(trees):
             lowering.backward((tree,))
         self._add_optimizer_stages(update, epoch)
@@ -275,7 +287,7 @@ class _StepBuilder:
                 self.plan.value(value)
             for stage in group.stages():
                 self.plan.add(stage)
-        file = RolloutsFile(step=self.step, groups=tuple(self.sampled.values()), lengths=self.space.sampled_lengths)
+        file = RolloutsFile(step=self.step, groups=tuple(self.sampled.values()), sampled=self.space.sampled)
         self.plan.value(file.value)
         self.plan.add(file.stage())
 

@@ -15,7 +15,7 @@ sweep      backward   yes                         no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from models.geometry import StateLayout
 from stages import names
 from stages.sampled import read_responses
 from stages.state import Column, PagedPrefix, read_cotangent, write_state
-from stages.tree import Batch, Chunk, Sampled
+from stages.tree import Batch, Chunk, Responses, Sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,16 @@ class ChunkWork:
     def batch(self, context: StageContext) -> Batch:
         """Return what is evaluated."""
         return self.chunk.resolve({name: read_responses(context, name) for name in self.chunk.rollouts})
+
+    def known(self, responses: Responses) -> ChunkWork | None:
+        """Return the same work with its sampled tokens known; None if nothing was sampled that far."""
+        batch = self.chunk.resolve(responses)
+        if not batch.num_tokens:
+            return None
+        nodes = tuple(
+            replace(node, content=tokens) for node, tokens in zip(self.chunk.nodes, batch.tokens, strict=True)
+        )
+        return replace(self, chunk=Chunk(nodes=nodes, start=self.chunk.start, stop=self.chunk.start + batch.num_tokens))
 
     def forward(self, context: StageContext) -> None:
         """Evaluate the chunk without autograd, keep its state if ``own``, score its rows if there are any."""

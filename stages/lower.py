@@ -10,7 +10,7 @@ the order of every sum is a property of the plan and not of the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.plan import Cost, Plan, Stage, Stream, Value
@@ -29,7 +29,8 @@ Visible = tuple[tuple[Column, int], ...]
 class Lowering:
     """Adds the stages of the token trees of one update to a plan.
 
-    ``update`` is the update's prefix; ``works`` collects the scored chunks in the order in which they are scored.
+    ``update`` is the update's prefix; ``works`` collects the scored chunks in the order in which they are scored,
+    ``sampled`` the stages whose tokens are sampled, which may turn out to need less than is planned for them.
     """
 
     plan: Plan
@@ -43,6 +44,7 @@ class Lowering:
     exact: bool
     tied_head: bool
     works: list[ChunkWork] = field(default_factory=list)
+    sampled: list[tuple[Stage, ChunkWork]] = field(default_factory=list)
     _columns: dict[str, tuple[Column, ...]] = field(default_factory=dict)
     _prompts: set[str] = field(default_factory=set)
 
@@ -165,6 +167,12 @@ class Lowering:
         )
 
     def _add(self, stage: Stage, work: ChunkWork) -> None:
+        self.plan.add(replace(stage, workspace_bytes=self.workspace_bytes(stage, work)))
+        if work.chunk.rollouts:
+            self.sampled.append((stage, work))
+
+    def workspace_bytes(self, stage: Stage, work: ChunkWork) -> int:
+        """Return the device bytes that a stage needs beyond its Values and buffers."""
         longest = max((tokens for _, tokens in work.visible), default=0)
         shape = (
             stage.kind,
@@ -175,8 +183,20 @@ class Lowering:
             work.max_rows,
             self.head,
         )
-        workspace = self.estimator.workspace_bytes(shape, stage, self.plan)
-        self.plan.add(replace(stage, workspace_bytes=workspace))
+        return self.estimator.workspace_bytes(shape, stage, self.plan)
+
+    def workspace_at(self, lengths: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """Return the workspace that stages of sampled tokens need, by name, where responses have ``lengths``."""
+        responses = {name: [[0] * length for length in row] for name, row in lengths.items()}
+        found = {}
+        for stage, work in self.sampled:
+            known = work.known(responses)
+            if known is None:
+                found[stage.name] = 0
+                continue
+            run = known.forward if stage.kind == "score" else known.backward
+            found[stage.name] = self.workspace_bytes(replace(stage, run=run), known)
+        return found
 
     def _cost(self, work: ChunkWork, *, backward: bool) -> Cost:
         rows = len(work.chunk.nodes) * work.chunk.max_tokens

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.budget import Tier
 from engine.plan import Stage, TensorSpec, Value
 from engine.run import atomic_write_text
-from engine.runtime import finite
+from engine.runtime import METRICS_FILE, finite
 from engine.worker import StageContext
 from stages import names
 from stages.groups import Group, Response, group_record
@@ -24,7 +24,6 @@ from stages.rewards import Sample, SampledGroup
 from stages.sampled import read_logprobs
 
 ROLLOUTS_FOLDER = "rollouts"
-METRICS_FILE = "metrics.jsonl"
 
 _BYTES_A_TOKEN = 64
 _BYTES_A_PROMPT_TOKEN = 12
@@ -37,16 +36,27 @@ def rollouts_file(step: int) -> str:
     return f"step{step:05d}.jsonl"
 
 
+@dataclass(kw_only=True)
+class SampledSizes:
+    """What sampled things came to, filled while a plan runs: tokens of responses by rollout, bytes of files."""
+
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+    file_bytes: dict[str, int] = field(default_factory=dict)
+
+
+def file_value(name: str, nbytes: int) -> Value:
+    """Return the Value of a rollouts file."""
+    file = TensorSpec(shape=(nbytes,), dtype="uint8")
+    return Value(name=name, tensors={"file": file}, tiers=(Tier.DISK,), provided=True, keep=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutsFile:
-    """The stage that writes what a step sampled, and its Value: the file.
-
-    ``lengths`` is filled while the plan runs: the tokens of every response, by the name of its rollout Value.
-    """
+    """The stage that writes what a step sampled, and its Value: the file."""
 
     step: int
     groups: tuple[SampledGroup, ...]
-    lengths: dict[str, list[int]]
+    sampled: SampledSizes
 
     @property
     def value(self) -> Value:
@@ -54,13 +64,7 @@ class RolloutsFile:
             len(group.prompt.token_ids) * _BYTES_A_PROMPT_TOKEN + group.max_tokens * _BYTES_A_TOKEN + _BYTES_A_GROUP
             for group in self.groups
         )
-        return Value(
-            name=f"{names.step_prefix(self.step)}rollouts",
-            tensors={"file": TensorSpec(shape=(nbytes,), dtype="uint8")},
-            tiers=(Tier.DISK,),
-            provided=True,
-            keep=True,
-        )
+        return file_value(f"{names.step_prefix(self.step)}rollouts", nbytes)
 
     def stage(self) -> Stage:
         return Stage(
@@ -88,11 +92,12 @@ class RolloutsFile:
             rewards.append(found)
         text = "".join(f"{line}\n" for line in lines)
         atomic_write_text(path, text)
+        self.sampled.file_bytes[self.value.name] = len(text.encode())
         context.provide(self.value.name, disk_bytes=len(text.encode()))
         context.results["rollouts"] = rollout_metrics(sampled, rewards)
         for group in self.groups:
             name = names.rollout(group.step, group.group)
-            self.lengths[name] = [len(item.token_ids) for item in sampled if item.group == group.group]
+            self.sampled.lengths[name] = [len(item.token_ids) for item in sampled if item.group == group.group]
 
 
 def _record(

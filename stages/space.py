@@ -26,6 +26,7 @@ from stages.groups import Group, Prompt, StepGroup
 from stages.loss_stage import LossStage
 from stages.optimizer import OptimizerState
 from stages.optimizer_file import read_optimizer_file
+from stages.record import SampledSizes
 from stages.rewards import SampledGroup
 from stages.settings import GrpoSettings, RolloutSettings
 from stages.tree import Node, group_tree, sampled_tree
@@ -50,7 +51,7 @@ class GrpoSpace:
     settings: GrpoSettings
     rollout: RolloutSettings | None = None
     tokenizer: Any = None
-    sampled_lengths: dict[str, list[int]] = field(default_factory=dict, init=False)
+    sampled: SampledSizes = field(default_factory=SampledSizes, init=False)
     _lowered: dict[tuple[tuple[str, int], ...], Plan] = field(default_factory=dict, init=False)
     _optimizer: OptimizerState | None = field(default=None, init=False)
     _loss_bytes: dict[Hashable, int] = field(default_factory=dict, init=False)

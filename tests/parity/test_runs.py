@@ -247,3 +247,23 @@ def test_going_on_from_a_checkpoint_and_its_optimizer_equals_one_run(tmp_path: P
     assert same_bits(checkpoint_tensors(first / "checkpoint"), checkpoint_tensors(whole / "checkpoint-1"))
     assert same_bits(checkpoint_tensors(rest / "checkpoint"), checkpoint_tensors(whole / "checkpoint"))
     assert (rest / "optimizer.safetensors").read_bytes() == (whole / "optimizer.safetensors").read_bytes()
+
+
+def test_the_prediction_at_actual_sizes_is_what_is_measured(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama", vocab_size=400))
+    rollout = RolloutSettings(
+        reward=vowels, group_size=5, max_response_tokens=64, stop_token_ids=tuple(range(0, 400, 9))
+    )
+    plan = grpo_run(
+        name="actual",
+        policy=str(policy),
+        steps=deal(prompts_of((5, 3)), steps=2),
+        settings=GrpoSettings(page_tokens=8, optimizer=OPTIONS),
+        rollout=rollout,
+    )
+    done = run_plan(plan, tmp_path / "run")
+    actual, measured = done.outcome.actual_peak_bytes, done.outcome.measured_peak_bytes
+    assert actual is not None
+    assert actual[Tier.DEVICE] == measured["device"] < done.planned.peak_bytes[Tier.DEVICE]
+    assert actual[Tier.DISK] == pytest.approx(measured["disk"], rel=0.02)
+    assert done.outcome.as_dict()["actual_peak_bytes"] == {str(tier): nbytes for tier, nbytes in actual.items()}
