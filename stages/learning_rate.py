@@ -1,9 +1,10 @@
 """The learning rate of every update, known when a run is planned: linear warm-up, then constant, linear or cosine.
 
-Updates are counted from 0 over the whole training, which may be many runs: who goes on from a saved optimizer state
-goes on with its count. The decays are those of transformers' ``get_scheduler``, update for update. The warm-up is one
-ahead of it: update ``u`` has ``peak * (u + 1) / warmup``, so that the first update is not lost at a rate of 0 (where
-transformers has ``u / warmup``) and the last one of the warm-up has the peak.
+Updates are counted from 0. The decays are those of transformers' ``get_scheduler``, update for update. The warm-up is
+one ahead of it: update ``u`` has ``peak * (u + 1) / warmup``, so that the first update is not lost at a rate of 0
+(where transformers has ``u / warmup``) and the last one of the warm-up has the peak.
+
+This module is pure: no torch.
 """
 
 from __future__ import annotations
