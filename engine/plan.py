@@ -77,6 +77,9 @@ class ChoiceSpace(Protocol):
     def lower(self, choices: Choices) -> Plan:
         """Return the plan under ``choices``."""
 
+    def sketch(self, choices: Choices) -> Plan:
+        """Return a plan with the device floor of ``lower(choices)``, smaller where much of that one repeats itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tap:
@@ -206,7 +209,7 @@ class Plan:
             return plan
         bare = plan._without_additions()
         bare.notes += [note for note in self.notes if note not in bare.notes]
-        bare.hooks, bare.taps, bare.budget = bare.hooks | self.hooks, self.taps | bare.taps, self.budget
+        bare.hooks, bare.taps, bare.budget = self.hooks | bare.hooks, self.taps | bare.taps, self.budget
         for value in list(self.values.values())[self._own[1] :]:
             bare.value(value)
         for stage in list(self.stages.values())[self._own[0] :]:
@@ -214,6 +217,15 @@ class Plan:
                 self._check_carried(stage, self.values[name], bare)
             bare.add(stage)
         return bare
+
+    def sketched(self, choices: Choices) -> Plan:
+        """Return a plan with the device floor of ``lowered(choices)``, as small as can be."""
+        if self.space is None or self._has_additions():
+            return self.lowered(choices)
+        return self.space.sketch(choices)
+
+    def _has_additions(self) -> bool:
+        return self._own is not None and self._own != (len(self.stages), len(self.values))
 
     def _without_additions(self) -> Plan:
         """Return a copy with what the builder made alone."""

@@ -67,7 +67,7 @@ def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
             _refusal(smallest_stage, smallest_bytes, budget),
             report=_report(smallest, smallest_stage.name, smallest_bytes, budget),
         )
-    chosen = _choose(plan, budget) or smallest
+    chosen = _choose(plan, budget, smallest)
     try:
         schedule = make_schedule(chosen, budget)
     except DoesNotFitError as error:
@@ -105,24 +105,26 @@ def peak_bytes_at(forecast: Forecast, actual: ActualSizes) -> dict[Tier, int]:
 
 
 def _leanest(plan: Plan) -> Plan:
-    """Return the plan with the lowest device floor among those that the space names as leanest."""
+    """Return a sketch of the plan with the lowest device floor among those that the space names as leanest."""
     if plan.space is None:
         return plan
-    return min((plan.lowered(choices) for choices in plan.space.leanest()), key=lambda item: device_floor(item)[0])
+    return min((plan.sketched(choices) for choices in plan.space.leanest()), key=lambda item: device_floor(item)[0])
 
 
-def _choose(plan: Plan, budget: Budget) -> Plan | None:
-    """Return the plan under the first choices, from the fastest down, whose floor is within the budget."""
+def _choose(plan: Plan, budget: Budget, smallest: Plan) -> Plan:
+    """Return the plan under the first choices, from the fastest down, whose floor is within the budget.
+
+    Where the levers run out before that, what is left are the choices of ``smallest``, whose floor is.
+    """
     if plan.space is None:
         return plan
     choices: Choices | None = plan.space.first()
     while choices is not None:
-        candidate = plan.lowered(choices)
-        need, binding = device_floor(candidate)
+        need, binding = device_floor(plan.sketched(choices))
         if need <= budget.device_bytes:
-            return candidate
+            return plan.lowered(choices)
         choices = plan.space.leaner(choices, binding)
-    return None
+    return plan.lowered({name: smallest.choices[name] for name in plan.space.first()})
 
 
 def _refusal(stage: Stage, need: int, budget: Budget) -> str:

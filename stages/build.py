@@ -13,6 +13,7 @@ all choices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -41,9 +42,10 @@ if TYPE_CHECKING:
 
 
 class RunBuilder:
-    """Lowers a run under given choices."""
+    """Lowers the ``steps`` of a run, by number, under given choices."""
 
-    def __init__(self, space: GrpoSpace, choices: Choices) -> None:
+    def __init__(self, space: GrpoSpace, choices: Choices, steps: Sequence[int]) -> None:
+        self.steps = steps
         self.space, self.settings, self.policy, self.choices = space, space.settings, space.policy, choices
         self.parameters = space.estimator.parameters()
         self.tied = HEAD_GRADIENT not in self.parameters
@@ -72,7 +74,7 @@ class RunBuilder:
                 self.plan.value(value)
             if self.optimizer.source is not None:
                 self.plan.add(load_stage(self.optimizer, name="load optimizer", weights=names.WEIGHTS))
-        for step in range(len(self.space.steps)):
+        for step in self.steps:
             _StepBuilder(self, step).build()
             self._add_checkpoints(step)
         if self.space.samples:

@@ -8,7 +8,7 @@ need less workspace and more time. ``page_tokens`` is a constant of the plan. Wh
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -52,7 +52,7 @@ class GrpoSpace:
     rollout: RolloutSettings | None = None
     tokenizer: Any = None
     sampled: SampledSizes = field(default_factory=SampledSizes, init=False)
-    _lowered: dict[tuple[tuple[str, int], ...], Plan] = field(default_factory=dict, init=False)
+    _lowered: dict[Hashable, Plan] = field(default_factory=dict, init=False)
     _optimizer: OptimizerState | None = field(default=None, init=False)
     _loss_bytes: dict[Hashable, int] = field(default_factory=dict, init=False)
 
@@ -226,7 +226,25 @@ class GrpoSpace:
         return None
 
     def lower(self, choices: Choices) -> Plan:
-        key = tuple(sorted(choices.items()))
+        return self._build(choices, range(len(self.steps)))
+
+    def sketch(self, choices: Choices) -> Plan:
+        return self._build(choices, self._unlike_steps)
+
+    def _build(self, choices: Choices, steps: Sequence[int]) -> Plan:
+        key = (tuple(sorted(choices.items())), len(steps))
         if key not in self._lowered:
-            self._lowered[key] = RunBuilder(self, choices).build()
+            self._lowered[key] = RunBuilder(self, choices, steps).build()
         return self._lowered[key]
+
+    @cached_property
+    def _unlike_steps(self) -> list[int]:
+        """The first of every kind of steps that need the same bytes, and the last step, which has a checkpoint.
+
+        Steps whose groups are all sampled are alike where their prompts have the same lengths.
+        """
+        first: dict[Hashable, int] = {}
+        for step, groups in enumerate(self.steps):
+            lengths = tuple(len(group.token_ids) for group in groups if isinstance(group, Prompt))
+            first.setdefault(lengths if len(lengths) == len(groups) else step, step)
+        return sorted({*first.values(), len(self.steps) - 1})

@@ -267,3 +267,17 @@ def test_the_prediction_at_actual_sizes_is_what_is_measured(tmp_path: Path) -> N
     assert actual[Tier.DEVICE] == measured["device"] < done.planned.peak_bytes[Tier.DEVICE]
     assert actual[Tier.DISK] == pytest.approx(measured["disk"], rel=0.02)
     assert done.outcome.as_dict()["actual_peak_bytes"] == {str(tier): nbytes for tier, nbytes in actual.items()}
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sketch_leaves_out_repeated_steps_and_has_the_same_device_floor(
+    epochs: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama", tie_word_embeddings=True))
+    for lengths in ((20,), (20, 50), (50, 20, 7)):
+        space = sampled_space(policy, lengths, dtype=dtype, steps=6, groups_per_step=1, epochs_per_step=epochs)
+        for choices in (space.first(), *space.leanest()):
+            whole, sketch = space.lower(choices), space.sketch(choices)
+            assert len(sketch.stages) < len(whole.stages)
+            assert device_floor(sketch)[0] == device_floor(whole)[0]

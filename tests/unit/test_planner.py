@@ -38,6 +38,9 @@ class Halving:
         name = binding_stage.name
         return {**choices, name: choices[name] // 2} if choices[name] > 1 else None
 
+    def sketch(self, choices: Choices) -> Plan:
+        return self.lower(choices)
+
     def lower(self, choices: Choices) -> Plan:
         plan = Plan(name="halving", choices=choices, space=self)
         kept = TensorSpec(shape=(REST_BYTES,), dtype="uint8")
