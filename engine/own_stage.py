@@ -150,17 +150,17 @@ class OwnStage:
         raise self._error(context, f"returned {_shown(returned)}, but it writes {', '.join(names)}: return one of each")
 
     def _check(self, context: StageContext, key: str, result: Any, spec: TensorSpec) -> None:
-        declared = f"declares {_shape_text(spec.shape, spec.dtype)}"
-        what = f"for {key!r} " if self.several else ""
+        declared = f"declares a {spec.dtype} tensor of shape {spec.shape}"
+        what = f" for {key!r}" if self.several else ""
         if not _is_tensor(result):
-            raise self._error(context, f"returned {_shown(result)} {what}and {declared}; return a torch tensor")
+            raise self._error(context, f"returned {_shown(result)}{what}, but {declared}; return a torch tensor")
         if tuple(result.shape) != spec.shape or _dtype(result) != spec.dtype:
             raise self._error(
-                context, f"returned {_shown(result)} {what}and {declared}; make one of them like the other"
+                context, f"returned {_shown(result)}{what}, but {declared}; make one of them like the other"
             )
         if result.device != context.device:
             raise self._error(
-                context, f"returned a tensor on {result.device} {what}and runs on {context.device}; move it there"
+                context, f"returned a tensor on {result.device}{what}, but runs on {context.device}; move it there"
             )
 
     def _check_left(self, context: StageContext, entry_bytes: int) -> None:
@@ -201,7 +201,7 @@ class _Reporter:
 def merge_reports(results: dict[str, Any]) -> None:
     """Put what was reported among a finished run's metrics, where another stage may have begun them anew."""
     if REPORTED in results:
-        results["metrics"] = {**results.get("metrics", {}), **results.pop(REPORTED)}
+        results["metrics"] = {**results.get("metrics", {}), **results[REPORTED]}
 
 
 def _one_or_all(tensors: Mapping[str, torch.Tensor]) -> object:
@@ -226,14 +226,10 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _shape_text(shape: tuple[int, ...], dtype: str) -> str:
-    return f"{dtype} of shape {shape}"
-
-
 def _shown(item: Any) -> str:
     """Say what an object is, in a few words."""
     if _is_tensor(item):
-        return f"a tensor, {_shape_text(tuple(item.shape), _dtype(item))},"
+        return f"a {_dtype(item)} tensor of shape {tuple(item.shape)}"
     if isinstance(item, tuple | list | dict):
         return f"a {type(item).__name__} of {len(item)}"
     return f"{type(item).__name__} {item!r}" if isinstance(item, int | float | str) else f"a {type(item).__name__}"

@@ -21,7 +21,8 @@ import torch
 
 from engine.budget import Tier
 from engine.errors import EngineError, RunDirectoryError, StageFailedError, UnsupportedModelError
-from engine.memory import LiveBytes
+from engine.memory import DEVICE, LiveBytes
+from engine.origin import at, error_origin
 from engine.plan import Plan, Stage, TensorSpec, Value
 from engine.store import Store
 
@@ -124,9 +125,10 @@ class TorchMachine:
         except (StageFailedError, RunDirectoryError, UnsupportedModelError):
             raise
         except EngineError as error:
-            raise StageFailedError(f"stage {stage.name} failed: {error}") from error
+            raise StageFailedError(f"stage {stage.name} failed: {error}{at(error_origin(error))}") from error
         except (Exception, SystemExit) as error:
-            raise StageFailedError(f"stage {stage.name} failed: {type(error).__name__}: {error}") from error
+            where = at(error_origin(error) or stage.origin)
+            raise StageFailedError(f"stage {stage.name} failed: {type(error).__name__}: {error}{where}") from error
 
     def drop(self, value: Value, tier: Tier) -> None:
         del self.held[value.name]
@@ -223,6 +225,15 @@ class StageContext:
     def device(self) -> torch.device:
         """Torch's device that the stage runs on."""
         return self._machine.device
+
+    @property
+    def live_bytes(self) -> int:
+        """Device bytes that are live now."""
+        return self._machine.meter.live[DEVICE]
+
+    def is_provided(self, name: str) -> bool:
+        """Return whether a Value is an object of its writer's making (`item`) instead of tensors."""
+        return self._machine.plan.values[name].provided
 
     @property
     def results(self) -> dict[str, Any]:

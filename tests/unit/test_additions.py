@@ -58,6 +58,9 @@ class Chain:
             self.plans[rows] = self._build(rows)  # type: ignore[attr-defined]
         return self.plans[rows]  # type: ignore[attr-defined,no-any-return]
 
+    def sketch(self, choices: Choices) -> Plan:
+        return self.lower(choices)
+
     def _build(self, rows: int) -> Plan:
         plan = Plan(name="chain", choices={"rows": rows}, space=self)
         plan.value(Value(name="sum", tensors={"t": matrix(1, 4)}, kind=ValueKind.ACCUMULATOR))

@@ -219,7 +219,8 @@ def fail(context: StageContext) -> None:
 def test_a_stage_that_raises_stops_the_run_with_its_name_and_the_reason(tmp_path: Path) -> None:
     with pytest.raises(StageFailedError) as raised:
         run(work_plan(fail), tmp_path / "run")
-    assert str(raised.value) == "stage work failed: ZeroDivisionError: one by none"
+    line = fail.__code__.co_firstlineno + 1
+    assert str(raised.value) == f"stage work failed: ZeroDivisionError: one by none (test_worker.py line {line})"
     assert raised.value.exit_code == 5
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert commits(tmp_path / "run") == ["before"]
