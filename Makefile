@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all bench lint types format check package clean
+.PHONY: help setup quickstart test test-all bench docs lint types format check package clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F '\t' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ test-all: $(INSTALLED)  ## every test
 bench: $(INSTALLED)  ## one step against dense autograd: device bytes and time (minutes)
 	$(BIN)/python tests/benchmarks/step_against_dense.py
 
+docs: $(INSTALLED)  ## build the documentation into docs/_build/html
+	$(BIN)/sphinx-build -W -n --keep-going -d docs/_build/doctrees docs docs/_build/html
+
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,5 +52,5 @@ package: $(INSTALLED)  ## build the wheel and the source distribution into dist/
 	$(BIN)/python -m build
 
 clean:  ## remove caches and build artefacts; runs/ and the virtual environment stay
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find engine stages models plans tests -name __pycache__ -type d -prune -exec rm -rf {} +
