@@ -23,7 +23,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="engine",
         description="Plan, simulate and execute post-training steps at million-token context under a memory budget.",
         epilog="exit codes: 0 done, 1 audit out of tolerance, 2 wrong usage or bad input, 3 does not fit the budget, "
-        "4 run directory damaged or of another plan, 5 a stage failed or passed its planned bytes, 130 interrupted",
+        "4 run directory damaged or of another plan, 5 a stage failed or passed its planned bytes, 130 interrupted, "
+        "141 whoever read the output went away",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -46,17 +47,26 @@ def _parser() -> argparse.ArgumentParser:
         if times:
             command.add_argument("--hardware", metavar="NAME|FILE", default="cpu", help="hardware profile for times")
 
+    def add_pictures(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--trace", metavar="FILE.json", help="also write what happens when, for Perfetto")
+        command.add_argument("--report", metavar="FILE.html", help="also write a report to look at in a browser")
+
     execute = add("execute", "run a plan in a new run directory")
     add_budget(execute)
     execute.add_argument("--run", metavar="DIR", help="the run directory (default: runs/PLAN-TIME)")
     execute.add_argument("--save-gradients", metavar="FILE.safetensors", help="also write the merged gradients")
+    add_pictures(execute)
     simulate = add("simulate", "say what a plan would need and take, without running it")
     add_budget(simulate)
+    add_pictures(simulate)
     audit = add("audit", "compare the planned gradient with dense autograd")
     add_budget(audit, times=False)
-    add("show", "print the stages of a plan, or what a run directory holds")
+    show = add("show", "draw a plan's graph and list its stages, or say what a run directory holds")
+    show.add_argument("--image", metavar="FILE.png|.svg|.pdf", help="also draw the graph of a plan into a file")
+    show.add_argument("--all", action="store_true", dest="every", help="list every stage of a large plan")
     resume = add("resume", "finish an interrupted run", plan=False)
     resume.add_argument("run", metavar="DIR", help="the run directory")
+    add_pictures(resume)
     return parser
 
 

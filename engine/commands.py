@@ -11,24 +11,42 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.budget import Budget, default_budget, merge_budget, parse_budget
 from engine.errors import DoesNotFitError, EngineError, RunDirectoryError, StageFailedError, UsageError
 from engine.loader import find_plan, parse_settings
+from engine.output import discard, only_the_object
 from engine.plan import Plan
 
+if TYPE_CHECKING:
+    from engine.planner import Forecast
+    from engine.trace import Recording
+
 INTERRUPTED = 130
+READER_LEFT = 141
+# What a shell reports of a program that a closed pipe ended (128 + SIGPIPE).
 OUT_OF_TOLERANCE = 1
 
 
 def run_command(arguments: argparse.Namespace) -> int:
+    """Run one command and return its exit code; ``arguments.out`` is where its results go."""
+    with only_the_object(sys.stdout) if arguments.json else contextlib.nullcontext(sys.stdout) as arguments.out:
+        try:
+            code = _guarded(arguments)
+            arguments.out.flush()
+            return code
+        except BrokenPipeError:  # `engine show ... | head`: nobody wants the rest, and nobody is left to be told
+            discard(arguments.out)
+            return READER_LEFT
+
+
+def _guarded(arguments: argparse.Namespace) -> int:
     """Run one command; errors made on purpose become a message on standard error and their exit code."""
-    arguments.out = sys.stdout
     try:
-        # With --json standard output holds one object; what plans and stages print goes to standard error.
-        with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
-            return _COMMANDS[arguments.command](arguments)
+        return _COMMANDS[arguments.command](arguments)
+    except BrokenPipeError:
+        raise
     except KeyboardInterrupt:
         run = getattr(arguments, "started_run", None)
         advice = f"; engine resume {run} finishes the step" if run else ""
@@ -67,9 +85,49 @@ def _budget(arguments: argparse.Namespace, plan: Plan, directory: Path) -> Budge
     return parse_budget(arguments.budget, merge_budget(plan.budget, default_budget(directory)))
 
 
+def _check_pictures(arguments: argparse.Namespace) -> None:
+    """Say at once that a trace or a report can't be written. Raises UsageError."""
+    from engine.pictures.page import check_report_packages
+    from engine.run import check_writable
+
+    for path in (arguments.trace, arguments.report):
+        if path is not None:
+            check_writable(path)
+    if arguments.report is not None:
+        check_report_packages()
+        if arguments.trace is not None and os.path.abspath(arguments.trace) == os.path.abspath(arguments.report):
+            raise UsageError(f"--trace and --report both name {arguments.report!r}; give each a file of its own")
+
+
+def _write_trace(arguments: argparse.Namespace, *recordings: Recording) -> None:
+    from engine.run import atomic_write_text
+    from engine.trace import chrome_trace
+
+    if arguments.trace is not None:
+        atomic_write_text(Path(arguments.trace), chrome_trace(recordings))
+
+
+def _write_report(
+    arguments: argparse.Namespace, data: Mapping[str, Any], planned: Forecast, measured: Recording | None = None
+) -> None:
+    from engine.pictures.page import report_page
+    from engine.run import atomic_write_text
+    from engine.runtime import finite
+
+    if arguments.report is not None:
+        atomic_write_text(Path(arguments.report), report_page(finite(data), planned, measured))
+
+
+def _written(arguments: argparse.Namespace) -> str:
+    """Return the closing lines that say where trace and report are."""
+    found = {"trace": arguments.trace, "report": arguments.report}
+    return "".join(f"\n{name}: {path}" for name, path in found.items() if path is not None)
+
+
 def _simulate(arguments: argparse.Namespace) -> int:
     from engine.hardware import load_profile
 
+    _check_pictures(arguments)
     profile = load_profile(arguments.hardware)
     parse_budget(arguments.budget, default_budget(Path()))  # a typing mistake is told before anything slow
     plan, _ = _load(arguments)
@@ -77,13 +135,16 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from engine.report import describe_forecast  # torch comes with it
 
     result = forecast(plan, _budget(arguments, plan, Path()), profile)
-    _emit(arguments, result.as_dict(), lambda: describe_forecast(result))
+    _write_trace(arguments, result.recording)
+    _write_report(arguments, result.as_dict(), result)
+    _emit(arguments, result.as_dict(), lambda: describe_forecast(result) + _written(arguments))
     return 0
 
 
 def _execute(arguments: argparse.Namespace) -> int:
     from engine.run import default_run_path
 
+    _check_pictures(arguments)
     parse_budget(arguments.budget, default_budget(Path()))
     run = Path(arguments.run) if arguments.run else default_run_path(Path(arguments.plan).stem, datetime.now())
     for text in (str(run.absolute()), arguments.plan, os.getcwd(), *arguments.settings):
@@ -97,6 +158,8 @@ def _execute(arguments: argparse.Namespace) -> int:
         "set": arguments.settings,
         "hardware": arguments.hardware,
         "wanted": wanted,
+        "trace": arguments.trace,
+        "report": arguments.report,
         "cwd": os.getcwd(),
     }
     return _run_plan(arguments, plan, source, run, wanted, recipe)
@@ -125,25 +188,29 @@ def _run_plan(
     from engine.planner import forecast
     from engine.progress import Progress
     from engine.report import describe_outcome
-    from engine.runtime import execute
+    from engine.runtime import execute, new_recording
 
     planned = forecast(plan, _budget(arguments, plan, run), load_profile(arguments.hardware))
     for note in plan.notes:
         print(f"note: {note}", file=sys.stderr)
-    progress = Progress(len(planned.schedule.stages))
+    progress, recording = Progress(len(planned.schedule.stages)), new_recording(planned)
     arguments.started_run = run
     try:
         outcome = execute(
-            planned, run, plan_source=source, wanted=wanted, recipe=recipe, again=again, observers=[progress]
-        )
+            planned, run, plan_source=source, wanted=wanted, recipe=recipe, again=again, observers=[progress],
+            recording=recording,
+        )  # fmt: skip
     finally:
         progress.close()
+        if recording.started:  # what failed or was interrupted has a trace, too
+            _write_trace(arguments, planned.recording, recording)
     arguments.started_run = None
     comparison = _compare(plan, planned.budget)
     data = {**planned.as_dict(), **outcome.as_dict(), "run": str(run)}
     if comparison:
         data["comparison"] = {key: value for key, value in comparison.items() if key != "lines"}
-    _emit(arguments, data, lambda: describe_outcome(planned, outcome, str(run), comparison))
+    _write_report(arguments, data, planned, recording)
+    _emit(arguments, data, lambda: describe_outcome(planned, outcome, str(run), comparison) + _written(arguments))
     return 0
 
 
@@ -172,23 +239,45 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     if Path(arguments.plan).is_dir():
+        if arguments.image is not None:
+            raise UsageError(f"--image draws a plan, and {arguments.plan!r} is a run; name its plan.py")
         return _show_run(arguments)
+    if arguments.image is not None:
+        from engine.pictures.image import check_image
+        from engine.run import check_writable
+
+        check_writable(arguments.image)
+        check_image(arguments.image)
     plan, _ = _load(arguments)
     from engine.report import describe_plan
 
-    stages = plan.ordered()
-    data = {
-        "plan": plan.name,
-        "choices": dict(plan.choices),
-        "stages": [stage.name for stage in stages],
-        "edges": [[before, after] for before, after in plan.graph().edges],
-    }
-    _emit(arguments, data, lambda: describe_plan(plan))
+    data: dict[str, object] = {}
+    if arguments.json:
+        data = {
+            "plan": plan.name,
+            "choices": dict(plan.choices),
+            "stages": [stage.name for stage in plan.ordered()],
+            "edges": [[before, after] for before, after in plan.graph().edges],
+        }
+    if arguments.image is not None:
+        _draw(plan, Path(arguments.image))
+    image = f"\nimage: {arguments.image}" if arguments.image is not None else ""
+    _emit(arguments, data, lambda: describe_plan(plan, every=arguments.every) + image)
     return 0
+
+
+def _draw(plan: Plan, path: Path) -> None:
+    from engine.pictures.collapse import collapse
+    from engine.pictures.image import MOST_NODES, draw_image
+    from engine.run import atomic_write_bytes
+
+    title = f"{plan.name}: {len(plan.stages)} stages"
+    atomic_write_bytes(path, draw_image(collapse(plan, MOST_NODES), title, path.suffix))
 
 
 def _show_run(arguments: argparse.Namespace) -> int:
     from engine.journal import PlanRecord, RunFinished, StageCommit, read_journal
+    from engine.report import describe_commits
     from engine.run import RunDirectory
 
     records, _ = read_journal(RunDirectory.open(Path(arguments.plan)).journal_path)
@@ -204,11 +293,8 @@ def _show_run(arguments: argparse.Namespace) -> int:
         "finished": bool(finished),
         "results": finished[-1].results if finished else {},
     }
-    lines = [
-        f"run of plan {data['plan']}: {'finished' if finished else 'not finished, engine resume goes on'}",
-        *(f"  {record.stage}: {record.wall_s:.3f} s" for record in commits),
-    ]
-    _emit(arguments, data, lambda: "\n".join(lines))
+    title = f"run of plan {data['plan']}: {'finished' if finished else 'not finished, engine resume goes on'}"
+    _emit(arguments, data, lambda: f"{title}\n{describe_commits(commits)}".rstrip())
     return 0
 
 
@@ -217,6 +303,10 @@ def _resume(arguments: argparse.Namespace) -> int:
     from engine.journal import PlanRecord, RunFinished, read_journal
     from engine.run import RunDirectory
 
+    _check_pictures(arguments)
+    for name in ("trace", "report"):  # where they mean it, not where the run was started
+        if (path := getattr(arguments, name)) is not None:
+            setattr(arguments, name, os.path.abspath(path))
     run = Path(arguments.run).absolute()
     directory = RunDirectory.open(run)
     records, _ = read_journal(directory.journal_path)
@@ -232,6 +322,9 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 def _resume_from(arguments: argparse.Namespace, directory: Any, record: Any) -> int:
     recipe: dict[str, Any] = record.recipe
+    for name in ("trace", "report"):
+        setattr(arguments, name, getattr(arguments, name) or recipe.get(name))
+    _check_pictures(arguments)
     arguments.plan, arguments.settings, arguments.hardware = recipe["plan"], recipe["set"], recipe["hardware"]
     if arguments.plan.endswith(".py") and not Path(arguments.plan).is_file():
         arguments.plan = str(directory.plan_path)  # the original is gone
@@ -251,7 +344,7 @@ def _check_same(record: Any, plan: Plan) -> None:
     chosen = plan
     if plan.space is not None:
         choices = {name: value for name, value in record.choices.items() if name in plan.space.first()}
-        chosen = plan.space.lower(choices)
+        chosen = plan.lowered(choices)
     if plan_fingerprint(chosen) != record.fingerprint:
         changed = [key for key in record.settings if record.settings[key] != _comparable(chosen.settings.get(key))]
         raise RunDirectoryError(

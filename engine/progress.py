@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Any
@@ -36,14 +37,18 @@ class Progress:
             self._bar.update(1)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or self._done == self._num_stages:
             self._last_line = time.monotonic()
-            print(
+            _say(
                 f"[{self._done}/{self._num_stages}] {stage.name} "
-                f"(device {format_bytes(planned_bytes[Tier.DEVICE])} planned)",
-                file=sys.stderr,
-                flush=True,
+                f"(device {format_bytes(planned_bytes[Tier.DEVICE])} planned)"
             )
 
     def close(self) -> None:
         """Take the bar off the terminal."""
         if self._bar is not None:
             self._bar.close()
+
+
+def _say(line: str) -> None:
+    """Print a line; a run goes on when nobody reads its progress any more."""
+    with contextlib.suppress(BrokenPipeError):
+        print(line, file=sys.stderr, flush=True)

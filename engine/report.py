@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import networkx as nx
+
 from engine.budget import Tier
+from engine.journal import StageCommit
+from engine.own_stage import REPORTED
+from engine.pictures.collapse import Picture, alike, collapse
+from engine.pictures.terminal import draw_text
 from engine.plan import Plan
 from engine.planner import Forecast
 from engine.runtime import Outcome
 from engine.schedule import Create, Move
 from engine.units import format_bytes, format_seconds
+
+MOST_NODES, MOST_ROWS = 30, 100
+"""Of a graph and of a table in a terminal; what is alike is joined beyond."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -71,6 +80,7 @@ def describe_outcome(forecast: Forecast, outcome: Outcome, run: str, comparison:
         table(["tier", "budget", "predicted", "measured", "measured / predicted"], rows),
         _spill_line(forecast),
         *(f"{name}: {value:.6g}" for name, value in figures.items() if isinstance(value, float)),
+        *_reported_lines(outcome.results.get(REPORTED, {})),
         *(str(line) for line in _as_lines(comparison.get("lines"))),
         f"took {format_seconds(outcome.wall_s)}; resident memory of the process at most "
         f"{format_bytes(outcome.rss_bytes)}",
@@ -80,17 +90,57 @@ def describe_outcome(forecast: Forecast, outcome: Outcome, run: str, comparison:
     return "\n".join(lines)
 
 
-def describe_plan(plan: Plan) -> str:
-    """Return what ``engine show PLAN`` prints: every stage with its needs and what it waits for."""
+def describe_plan(plan: Plan, *, every: bool = False) -> str:
+    """Return what ``engine show PLAN`` prints: the graph, and every stage with its needs and what it waits for.
+
+    In a large plan alike stages are joined to one row, unless ``every`` stage is wanted.
+    """
     graph = plan.graph()
+    picture = collapse(plan, MOST_NODES, graph.edges)
+    lines = [f"plan {plan.name}: {len(plan.stages)} stages, {len(plan.values)} Values", "", draw_text(picture), ""]
+    if every or len(plan.stages) <= MOST_ROWS:
+        return "\n".join([*lines, _stage_table(plan, graph)])
+    return "\n".join([*lines, _node_table(plan, picture), "alike stages are one row; engine show --all lists each"])
+
+
+def _stage_table(plan: Plan, graph: nx.DiGraph[str]) -> str:
+    rows = [
+        [
+            stage.name,
+            format_bytes(stage.workspace_bytes),
+            str(sum(len(stream.values) for stream in stage.streams)),
+            _waits(list(graph.predecessors(stage.name))),
+        ]
+        for stage in plan.ordered()
+    ]
+    return table(["stage", "workspace", "streamed Values", "after"], rows)
+
+
+def _node_table(plan: Plan, picture: Picture) -> str:
     rows = []
-    for stage in plan.ordered():
-        before = list(graph.predecessors(stage.name))
-        waits = ", ".join(before[:2]) + (f" and {len(before) - 2} more" if len(before) > 2 else "")
-        streamed = sum(len(stream.values) for stream in stage.streams)
-        rows.append([stage.name, format_bytes(stage.workspace_bytes), str(streamed), waits or "-"])
-    header = ["stage", "workspace", "streamed Values", "after"]
-    return "\n".join([f"plan {plan.name}: {len(plan.stages)} stages, {len(plan.values)} Values", table(header, rows)])
+    for index, node in enumerate(picture.nodes):
+        stages = [plan.stages[name] for name in node.stages]
+        streamed = max(sum(len(stream.values) for stream in stage.streams) for stage in stages)
+        workspace = format_bytes(max(stage.workspace_bytes for stage in stages))
+        before = [picture.nodes[source].label for source, target in picture.edges if target == index]
+        rows.append([node.label, str(len(stages)), workspace, str(streamed), _waits(before)])
+    return table(["stages", "how many", "largest workspace", "most streamed Values", "after"], rows)
+
+
+def _waits(before: Sequence[str]) -> str:
+    return (", ".join(before[:2]) + (f" and {len(before) - 2} more" if len(before) > 2 else "")) or "-"
+
+
+def describe_commits(commits: Sequence[StageCommit]) -> str:
+    """Return the stages that a run has finished, alike ones in one row, or nothing where there are none."""
+    by_name = {commit.stage: commit for commit in commits}
+    rows = []
+    for label, names in alike(by_name, MOST_ROWS).items():
+        mine = [by_name[name] for name in names]
+        peaks = [max(item.measured_peak_bytes.get(str(tier), 0) for item in mine) for tier in (Tier.DEVICE, Tier.HOST)]
+        seconds = f"{sum(item.wall_s for item in mine):.3f}"
+        rows.append([label, str(len(mine)), seconds, *(format_bytes(nbytes) for nbytes in peaks)])
+    return table(["stages", "how many", "seconds", "device peak", "host peak"], rows) if rows else ""
 
 
 def describe_audit(report: Mapping[str, object]) -> str:
@@ -118,6 +168,12 @@ def _notes(plan: Plan) -> list[str]:
 def _spill_line(forecast: Forecast) -> str:
     parts = [f"{format_bytes(nbytes)} to {tier}" for tier, nbytes in spilled(forecast).items() if nbytes]
     return f"spilled: {' and '.join(parts)}" if parts else "spilled: nothing"
+
+
+def _reported_lines(reported: Mapping[str, object]) -> list[str]:
+    """Return a line for everything that stages of a person's own reported."""
+    texts = {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in reported.items()}
+    return [f"{name}: {text}" for name, text in texts.items()]
 
 
 def _ratio(measured: int, predicted: int) -> str:

@@ -214,6 +214,11 @@ class Recording:
         last = [changes[-1].at_s for changes in self.changes.values() if changes]
         return max([0.0, *last, *(span.end_s for span in self.spans[-1:])])
 
+    @property
+    def started(self) -> bool:
+        """Whether anything happened."""
+        return any(self.changes.values()) or bool(self.spans)
+
     def stages(self) -> dict[str, Span]:
         """Return the spans of the stages, by name, in the order in which they ran."""
         return {span.name: span for span in self.spans if span.lane is Lane.WORKER}
@@ -261,13 +266,18 @@ def _about(recordings: list[Recording]) -> dict[str, object]:
     }
 
 
+TID_STRIDE = 100
+# Readers take a thread's number for unique in all processes, 0 for the idle thread and the process's own for its main
+# thread, so the lanes of process 1 are 100, 101, 102 and those of process 2 follow from 200.
+
+
 def _events(recording: Recording, pid: int) -> Iterator[dict[str, object]]:
     yield _metadata("process_name", pid, name=recording.process)
     yield _metadata("process_sort_index", pid, sort_index=pid)
-    for tid, lane in enumerate(Lane):
+    lanes = {lane: TID_STRIDE * pid + index for index, lane in enumerate(Lane)}
+    for lane, tid in lanes.items():
         yield _metadata("thread_name", pid, tid, name=str(lane))
         yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
-    lanes = {lane: tid for tid, lane in enumerate(Lane)}
     for span in recording.spans:
         begin, end = _ticks(span.begin_s), _ticks(span.end_s)
         yield {

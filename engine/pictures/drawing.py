@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from engine.pictures.collapse import Node, Picture
 from engine.pictures.layout import BOX_HEIGHT, BOX_WIDTH, Point, lay_out
 
-COLUMN_PIXELS, ROW_PIXELS, MARGIN = 196, 62, 6
+COLUMN_PIXELS, ROW_PIXELS, MARGIN = 193, 62, 6
 
-MOST_LETTERS = 25
+MOST_LETTERS = 23
 """Of the font in use, as fit into a box."""
 
 
 def draw_svg(picture: Picture, colours: Mapping[str, str], hints: Sequence[str]) -> str:
     """Return the graph as one ``<svg>``; ``hints`` are shown for each node when the mouse rests on it."""
     layout = lay_out(picture)
-    width, height = layout.num_columns * COLUMN_PIXELS, layout.num_rows * ROW_PIXELS + 2 * MARGIN
+    width, height = layout.num_columns * COLUMN_PIXELS + 2 * MARGIN, layout.num_rows * ROW_PIXELS + 2 * MARGIN
     arrows = "\n".join(_arrow([_pixels(point) for point in route]) for route in layout.routes)
     boxes = "\n".join(
         _box(node, _pixels(place), colours[node.kind], hint)
@@ -32,7 +32,7 @@ def draw_svg(picture: Picture, colours: Mapping[str, str], hints: Sequence[str])
 
 
 def _pixels(point: Point) -> Point:
-    return round(point[0] * COLUMN_PIXELS, 1), round(point[1] * ROW_PIXELS + MARGIN, 1)
+    return round(point[0] * COLUMN_PIXELS + MARGIN, 1), round(point[1] * ROW_PIXELS + MARGIN, 1)
 
 
 def _arrow(corners: Sequence[Point]) -> str:

@@ -15,6 +15,9 @@ from engine.pictures.layout import BOX_HEIGHT, BOX_WIDTH, Layout, lay_out
 
 UNDATED: dict[str, dict[str, None]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 """The formats, with what keeps the moment out of a file: the same plan gives the same bytes."""
+MOST_NODES = 60
+"""As many as are still read in one picture."""
+
 COLUMN_INCHES, ROW_INCHES, DOTS_PER_INCH = 2.35, 0.7, 120
 
 

@@ -17,7 +17,7 @@ from engine.hardware import PROFILES
 from engine.plan import Plan
 from engine.schedule import Create, Drop, Move, Run, Schedule, make_schedule
 from engine.simulated import SimulatedMachine
-from engine.trace import PREDICTED, Recording, chrome_trace
+from engine.trace import PREDICTED, TID_STRIDE, Recording, chrome_trace
 from tests.property.test_schedules import budgets, random_plans, real_machine, scheduled
 
 Events = list[dict[str, Any]]
@@ -98,8 +98,8 @@ def test_times_never_go_back_and_spans_of_a_lane_never_overlap(data: st.DataObje
     for name in map(str, Tier):
         times = [event["ts"] for event in events if event["ph"] == "C" and event["name"] == name]
         assert times == sorted(times)
-    for tid in range(3):
-        spans = [event for event in events if event["ph"] == "X" and event["tid"] == tid]
+    for lane in range(3):
+        spans = [event for event in events if event["ph"] == "X" and event["tid"] == TID_STRIDE + lane]
         for before, after in itertools.pairwise(spans):
             assert before["ts"] + before["dur"] <= after["ts"]
     runs = [item.stage for item in schedule.instructions if isinstance(item, Run)]

@@ -30,7 +30,8 @@ TOP_LEVEL_FOLDERS = [*MAY_IMPORT, "docs", "tests"]
 
 # Events in, instructions out: these can be read, tested and run on a laptop without torch.
 PURE_CORE = [
-    "budget", "driver", "errors", "hardware", "journal", "ledger", "plan", "planner", "schedule", "simulated", "units",
+    "authoring", "budget", "driver", "errors", "hardware", "journal", "ledger", "order", "origin", "own_stage", "parts",
+    "plan", "planner", "schedule", "simulated", "source", "trace", "units",
 ]  # fmt: skip
 
 # Imported where they are found, by code that says what to do where they are not.

@@ -16,7 +16,7 @@ from engine.plan import Cost, Plan, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.planner import Forecast, forecast
 from engine.schedule import make_schedule
 from engine.simulated import SimulatedMachine
-from engine.trace import PREDICTED, Lane, Recording, chrome_trace
+from engine.trace import PREDICTED, TID_STRIDE, Lane, Recording, chrome_trace
 from engine.units import KIB
 
 ONE = TensorSpec(shape=(KIB,), dtype="uint8")
@@ -158,11 +158,15 @@ def test_a_trace_names_its_processes_and_lanes_and_has_one_schema_for_both_kinds
     names = {(e["pid"], e["tid"], e["name"]): e["args"] for e in events_of(trace, "M")}
     assert names[1, 0, "process_name"] == {"name": "predicted"}
     assert names[2, 0, "process_name"] == {"name": "measured"}
-    assert [names[2, tid, "thread_name"]["name"] for tid in range(3)] == ["worker 0", "copies", "disk"]
+    assert [names[2, 2 * TID_STRIDE + lane, "thread_name"]["name"] for lane in range(3)] == [
+        "worker 0",
+        "copies",
+        "disk",
+    ]
 
     def without_times(phase: str, pid: int) -> list[dict[str, Any]]:
         return [
-            {key: item for key, item in event.items() if key not in ("ts", "dur", "pid")}
+            {key: item for key, item in event.items() if key not in ("ts", "dur", "pid", "tid")}
             for event in events_of(trace, phase)
             if event["pid"] == pid
         ]
