@@ -33,7 +33,7 @@ from engine.errors import EngineError, PlanError
 from engine.origin import at, caller_origin
 from engine.own_stage import OwnStage, replace_values, values_in
 from engine.parts import Cost, Stage, TensorSpec, Value, ValueKind
-from engine.plan import ONE_TENSOR, Plan, digest, spill_tiers
+from engine.plan import ONE_TENSOR, Plan, digest, movable
 from engine.source import source_digest
 
 __all__ = ["StageFunction", "source_digest", "stage"]
@@ -54,7 +54,7 @@ _ONE_OUTPUT = "out"
 _NO_PLAN = cast(Plan, None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StageFunction(Generic[Result]):
     """A function that becomes a stage when it is called with a plan. ``function`` is the plain function."""
 
@@ -357,8 +357,7 @@ class _Call:
     # The stage
 
     def _declare(self, name: str, spec: TensorSpec) -> Value:
-        tensors = {ONE_TENSOR: spec}
-        return self.plan.value(Value(name=name, tensors=tensors, tiers=spill_tiers(tensors), origin=self.origin))
+        return self.plan.value(movable(name, {ONE_TENSOR: spec}, origin=self.origin))
 
     def _run(self, outputs: Mapping[str, str], *, fills: bool) -> OwnStage:
         return OwnStage(

@@ -138,10 +138,10 @@ def _import(path: Path) -> types.ModuleType:
 
 
 def _located(error: PlanError) -> PlanError:
-    """Return the error with the line of the plan file that led to it, unless it names one already."""
+    """Return an error with the line of the plan file that led to it, unless the message names one already."""
     where = error_origin(error)
     file = where.partition(" line ")[0]
-    return error if f"{file} line " in str(error) else PlanError(f"{error}{at(where)}")
+    return PlanError(str(error) if f"{file} line " in str(error) else f"{error}{at(where)}")
 
 
 def _line_in(path: Path, error: BaseException) -> str:

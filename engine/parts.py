@@ -26,10 +26,15 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """Shape and dtype of a tensor that does not exist yet. Its *pieces* are its slices along the first axis."""
+    """Shape and dtype of a tensor that does not exist yet.
+
+    Its *pieces* are its slices along the first axis, ``piece_rows`` rows each: what a stream moves at a time, and what
+    is a file on disk. A piece of one row lacks that axis.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    piece_rows: int = field(default=1, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -39,6 +44,10 @@ class TensorSpec:
             raise PlanError(f"shape={shape!r} is no tuple of whole numbers; write (rows, columns), or (size,)")
         if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
             raise PlanError(f"shape={shape!r}: every size must be a whole number that is known before the run")
+
+        rows = self.shape[0] if self.shape else 1
+        if self.piece_rows < 1 or rows % self.piece_rows:
+            raise PlanError(f"piece_rows={self.piece_rows!r} must divide the {rows} rows of shape={shape!r}")
 
     @property
     def num_elements(self) -> int:
@@ -50,11 +59,15 @@ class TensorSpec:
 
     @property
     def num_pieces(self) -> int:
-        return self.shape[0] if self.shape else 1
+        return self.shape[0] // self.piece_rows if self.shape else 1
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Shape of one piece."""
+        return self.shape[1:] if self.piece_rows == 1 else (self.piece_rows, *self.shape[1:])
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of one slice along the first axis, which is what a stream moves at a time."""
         return self.nbytes // max(1, self.num_pieces)
 
 

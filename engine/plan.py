@@ -19,6 +19,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import msgpack
@@ -29,10 +30,12 @@ from engine.errors import PlanError
 from engine.order import Dependencies, program_order
 from engine.origin import at, caller_origin
 from engine.parts import ALL_TIERS, ITEM_BYTES, Cost, Stage, Stream, TensorSpec, Value, ValueKind
+from engine.units import KIB
 
 __all__ = [
     "ALL_TIERS",
     "ITEM_BYTES",
+    "PIECE_BYTES",
     "ChoiceSpace",
     "Choices",
     "Cost",
@@ -44,8 +47,8 @@ __all__ = [
     "Value",
     "ValueKind",
     "digest",
+    "movable",
     "recipe_keys",
-    "spill_tiers",
 ]
 
 Choices = Mapping[str, int]
@@ -57,9 +60,12 @@ ONE_TENSOR = "tensor"
 _ON_DISK = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)*")
 # Names that a Value can have in the store, where it is a path.
 
-_SMALL_PIECE_BYTES = 4096
-_MANY_PIECES = 64
-# A piece is a file on disk. More than a few files below a block of the file system cost more than they free.
+PIECE_BYTES = 256 * KIB
+# Of a Value that a person declares: large enough that a file is worth its name, small enough for the host buffer that
+# pieces pass through on their way to disk and back.
+
+_SMALL_PIECE_BYTES, _MANY_PIECES = 4 * KIB, 1024
+# Thousands of files below a block of the file system cost more than they free.
 
 
 class ChoiceSpace(Protocol):
@@ -147,7 +153,7 @@ class Plan:
 
     def _declare(self, name: str, tensors: TensorSpec | Mapping[str, TensorSpec], kind: ValueKind) -> Value:
         named = {ONE_TENSOR: tensors} if isinstance(tensors, TensorSpec) else dict(tensors)
-        return self.value(Value(name=name, tensors=named, kind=kind, tiers=spill_tiers(named)))
+        return self.value(movable(name, named, kind=kind))
 
     def find(self, name: str) -> Value:
         """Return the Value of that name. Raises PlanError, with names like it, if there is none."""
@@ -291,10 +297,29 @@ def _differing(choices: Choices, others: Choices) -> str:
     return ", ".join(f"{key}={choice}" for key, choice in choices.items() if choice != others.get(key)) or "its choices"
 
 
-def spill_tiers(tensors: Mapping[str, TensorSpec]) -> tuple[Tier, ...]:
-    """Return where a Value of these tensors may live: everywhere, but not on disk where it would be many tiny files."""
-    tiny = any(s.piece_bytes < _SMALL_PIECE_BYTES and s.num_pieces > _MANY_PIECES for s in tensors.values())
-    return (Tier.DEVICE, Tier.HOST) if tiny else ALL_TIERS
+def movable(
+    name: str, tensors: Mapping[str, TensorSpec], *, kind: ValueKind = ValueKind.IMMUTABLE, origin: str | None = None
+) -> Value:
+    """Return a Value that may live wherever its size lets it, in pieces of a size that disks like.
+
+    A Value that would be many tiny files stays off the disk.
+    """
+    cut = {key: replace(spec, piece_rows=_piece_rows(spec)) for key, spec in tensors.items()}
+    tiny = any(s.piece_bytes < _SMALL_PIECE_BYTES and s.num_pieces > _MANY_PIECES for s in cut.values())
+    tiers = (Tier.DEVICE, Tier.HOST) if tiny else ALL_TIERS
+    return Value(name=name, tensors=cut, kind=kind, tiers=tiers, origin=caller_origin() if origin is None else origin)
+
+
+def _piece_rows(spec: TensorSpec) -> int:
+    """Return the rows of a piece: as many as `PIECE_BYTES` hold, of those numbers that divide all rows."""
+    if not spec.shape or 0 in spec.shape or spec.piece_rows > 1:
+        return spec.piece_rows
+    return _largest_divisor(spec.shape[0], at_most=max(1, PIECE_BYTES // spec.piece_bytes))
+
+
+@lru_cache(maxsize=1024)
+def _largest_divisor(number: int, *, at_most: int) -> int:
+    return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
 
 
 def digest(data: object) -> str:

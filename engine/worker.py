@@ -50,9 +50,21 @@ class Held:
     written: set[tuple[str, int]] = field(default_factory=set)  # pieces that exist on disk
 
 
-def _piece(tensor: torch.Tensor, index: int) -> torch.Tensor:
+def _piece(tensor: torch.Tensor, spec: TensorSpec, index: int) -> torch.Tensor:
     """Return a slice along the first axis; a tensor without axes is its own only piece."""
-    return tensor[index] if tensor.dim() else tensor
+    if not tensor.dim():
+        return tensor
+    return tensor[index] if spec.piece_rows == 1 else tensor.narrow(0, index * spec.piece_rows, spec.piece_rows)
+
+
+def _as_rows(piece: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """View a piece with the first axis of its tensor, as a chunk has it."""
+    return piece.view((spec.piece_rows, *spec.shape[1:]))
+
+
+def _chunk(spec: TensorSpec, index: int) -> tuple[int, ...]:
+    """Return where a piece lies in the grid of chunks of its array."""
+    return (index,) + (0,) * (len(spec.shape) - 1)
 
 
 def _as_numpy(tensor: torch.Tensor) -> Any:
@@ -101,7 +113,7 @@ class TorchMachine:
             self._declare(value)
             for key, spec in value.tensors.items():
                 for index in range(spec.num_pieces):
-                    self._to_disk(value.name, key, index, _piece(old.tensors[key], index))
+                    self._to_disk(value.name, key, index, _piece(old.tensors[key], spec, index))
                     new.written.add((key, index))
         else:
             new.tensors = {key: self._allocate(spec, target) for key, spec in value.tensors.items()}
@@ -109,9 +121,10 @@ class TorchMachine:
                 if source is not Tier.DISK:
                     tensor.copy_(old.tensors[key])
                     continue
-                for index in range(value.tensors[key].num_pieces):
+                spec = value.tensors[key]
+                for index in range(spec.num_pieces):
                     if (key, index) in old.written:
-                        _piece(tensor, index).copy_(self._from_disk(value.name, key, index, value.tensors[key]))
+                        _piece(tensor, spec, index).copy_(self._from_disk(value.name, key, index, spec))
         self.held[value.name] = new
         if source is Tier.DISK:
             self._forget(value)
@@ -169,7 +182,7 @@ class TorchMachine:
                 f"{value.name}/{key}",
                 shape=spec.shape or (1,),
                 dtype="uint16" if half else spec.dtype,
-                chunk_shape=(1, *spec.shape[1:]),
+                chunk_shape=(spec.piece_rows, *spec.shape[1:]),
                 attributes={"torch_dtype": spec.dtype},
             )
 
@@ -181,24 +194,24 @@ class TorchMachine:
         """Return the staging buffer as one piece of a tensor like ``spec``."""
         if self._staging is None:
             raise EngineError("the schedule uses the disk but reserved no staging buffer")
-        return self._staging[: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.shape[1:])
+        return self._staging[: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.piece_shape)
 
     def _to_disk(self, name: str, key: str, index: int, piece: torch.Tensor) -> None:
-        staged = self._staged(self.plan.values[name].tensors[key])
+        spec = self.plan.values[name].tensors[key]
+        staged = self._staged(spec)
         if staged.data_ptr() != piece.data_ptr():
             staged.copy_(piece)
-        chunk = (index,) + (0,) * (staged.dim())
+        chunk = _chunk(spec, index)
         store, array = self._disk(), f"{name}/{key}"
         if store.has_chunk(array, chunk):
             store.remove_chunk(array, chunk)  # old and new side by side would pass the budget by a piece
-        crc = store.write_chunk(array, chunk, _as_numpy(staged[None]))
+        crc = store.write_chunk(array, chunk, _as_numpy(_as_rows(staged, spec)))
         self.written.setdefault(name, {})[store.spec(array).chunk_key(chunk)] = crc
         self.note_disk()
 
     def _from_disk(self, name: str, key: str, index: int, spec: TensorSpec) -> torch.Tensor:
         staged = self._staged(spec)
-        chunk = (index,) + (0,) * (staged.dim())
-        self._disk().read_chunk(f"{name}/{key}", chunk, _as_numpy(staged[None]))
+        self._disk().read_chunk(f"{name}/{key}", _chunk(spec, index), _as_numpy(_as_rows(staged, spec)))
         return staged
 
 
@@ -280,17 +293,17 @@ class StageContext:
         buffer = self._buffers.get(self._stream_of[name])
         if buffer is None:
             raise EngineError(f"stage {self.stage.name} reads {name}, but its stream is declared as written only")
-        return buffer[: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.shape[1:])
+        return buffer[: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.piece_shape)
 
     def piece(self, name: str, index: int) -> torch.Tensor:
         """Return a piece on the device, to read; good until the next piece of the same stream."""
         machine, held = self._machine, self._machine.held[name]
         key, spec = self._spec(name)
         if held.tier is Tier.DEVICE:
-            return held.tensors[key][index]
+            return _piece(held.tensors[key], spec, index)
         buffer = self._buffer(name, spec)
         if held.tier is Tier.HOST:
-            return buffer.copy_(held.tensors[key][index])
+            return buffer.copy_(_piece(held.tensors[key], spec, index))
         if (key, index) not in held.written:
             return buffer.zero_()
         return buffer.copy_(machine._from_disk(name, key, index, spec))
@@ -322,7 +335,7 @@ class StageContext:
             else:
                 piece.zero_()
         else:
-            piece = held.tensors[key][index]
+            piece = _piece(held.tensors[key], spec, index)
         for part_index, part in enumerate(parts):
             piece[part_index].narrow(TOKEN_AXIS, start, part.shape[TOKEN_AXIS]).copy_(part)
         if held.tier is Tier.DISK:
@@ -330,9 +343,9 @@ class StageContext:
 
     def _write_back(self, name: str, index: int, piece: torch.Tensor) -> None:
         held = self._machine.held[name]
-        key, _ = self._spec(name)
+        key, spec = self._spec(name)
         if held.tier is Tier.HOST:
-            held.tensors[key][index].copy_(piece)
+            _piece(held.tensors[key], spec, index).copy_(piece)
         elif held.tier is Tier.DISK:
             self._machine._to_disk(name, key, index, piece)
             held.written.add((key, index))

@@ -49,9 +49,6 @@ class Chain:
     def leaner(self, choices: Choices, binding_stage: Stage) -> Choices | None:
         return {"rows": choices["rows"] // 2} if choices["rows"] > 1 else None
 
-    def sketch(self, choices: Choices) -> Plan:
-        return self.lower(choices)
-
     def lower(self, choices: Choices) -> Plan:
         rows = choices["rows"]
         if rows not in self.__dict__.setdefault("plans", {}):

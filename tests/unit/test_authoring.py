@@ -22,7 +22,7 @@ from engine.authoring import StageFunction
 from engine.budget import UNLIMITED_BYTES, Budget, Tier, unlimited
 from engine.errors import DoesNotFitError, EngineError
 from engine.loader import find_plan
-from engine.plan import Plan, Stage, Value
+from engine.plan import PIECE_BYTES, Plan, Stage, Value, movable
 from engine.planner import forecast
 from engine.report import describe_outcome
 from engine.runtime import execute
@@ -95,9 +95,45 @@ def test_costs_are_numbers_or_functions_of_the_arguments() -> None:
 
 def test_a_value_of_many_tiny_pieces_stays_off_the_disk_where_each_would_be_a_file() -> None:
     plan = Plan(name="p")
-    long, wide = noise(plan, rows=1000, columns=1, seed=0), noise(plan, rows=1, columns=1000, seed=0)
-    assert long.tiers == (Tier.DEVICE, Tier.HOST)
-    assert wide.tiers == (Tier.DEVICE, Tier.HOST, Tier.DISK)
+    prime = 262147  # rows that no number divides
+    assert plan.accumulator("long", matrix(prime, 1)).tiers == (Tier.DEVICE, Tier.HOST)
+    assert plan.accumulator("even", matrix(2**18, 1)).tiers == (Tier.DEVICE, Tier.HOST, Tier.DISK)
+
+
+@given(rows=st.integers(1, 10_000), columns=st.integers(1, 10_000))
+def test_pieces_are_whole_rows_and_as_many_as_fit_a_piece(rows: int, columns: int) -> None:
+    (spec,) = movable("v", {"t": matrix(rows, columns)}, origin="").tensors.values()
+    assert spec.piece_rows * spec.num_pieces == rows
+    assert spec.piece_bytes <= PIECE_BYTES or spec.piece_rows == 1
+    larger = [count for count in range(spec.piece_rows + 1, rows + 1) if rows % count == 0]
+    assert all(count * columns * 8 > PIECE_BYTES for count in larger)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_value_of_several_pieces_comes_back_from_disk_as_it_was(dtype: str, tmp_path: Path) -> None:
+    spec = matrix(96, 1024 * (1 if dtype == "float64" else 4), dtype)
+
+    @stage(writes=spec, workspace_bytes=spec.nbytes * 8)
+    def numbers() -> torch.Tensor:
+        return torch.arange(spec.num_elements).view(spec.shape).to(getattr(torch, dtype))
+
+    @stage(workspace_bytes=spec.nbytes)
+    def large() -> None: ...
+
+    @stage(workspace_bytes=spec.nbytes * 8)
+    def compare(found: torch.Tensor, report: Callable[[str, Any], None]) -> None:
+        report("same", torch.equal(found, numbers.function()))
+
+    plan = Plan(name="p")
+    made = numbers(plan)
+    large(plan)
+    compare(plan, made)
+    assert made.tensors["tensor"].num_pieces == 3
+    object.__setattr__(plan.stages["large"], "workspace_bytes", 10 * spec.nbytes)
+    budget = Budget(device_bytes=10 * spec.nbytes, host_bytes=PIECE_BYTES, disk_bytes=spec.nbytes)
+    planned = forecast(plan, budget, CPU)
+    assert planned.moved_bytes == {"device->disk": spec.nbytes, "disk->device": spec.nbytes}
+    assert execute(planned, tmp_path / "run").results["metrics"] == {"same": True}
 
 
 def test_size_functions_see_the_tensors_of_a_value_by_name_and_the_function_gets_them_by_name(tmp_path: Path) -> None:
