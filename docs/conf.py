@@ -29,7 +29,10 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 nitpick_ignore_regex = [("py:.*", r"(torch|transformers|networkx|nx|pathlib|collections|typing)\..*")]
-nitpick_ignore = [("py:class", "engine.worker.TorchMachine")]  # only the runtime makes a StageContext
+nitpick_ignore = [
+    ("py:class", "engine.worker.TorchMachine"),  # only the runtime makes a StageContext
+    ("py:class", "engine.authoring.Result"),  # a type variable
+]
 
 
 def setup(app: Any) -> None:
