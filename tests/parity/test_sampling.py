@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 from engine.budget import Tier
 from engine.errors import StageFailedError
@@ -59,7 +60,7 @@ def _checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class Rollouts:
     """A plan that samples one group behind one prompt; ``found`` is filled when it runs."""
 
-    policy: Path | PreTrainedConfig
+    policy: Path
     prompt: Sequence[int]
     options: SamplingOptions
     group_size: int = 4
@@ -75,7 +76,7 @@ class Rollouts:
 
     def plan(self) -> Plan:
         plan = Plan(name="sampling")
-        estimator = Estimator(find_policy(self.policy), self.dtype)
+        estimator = estimator_of(self.policy, self.dtype)
         sizes = self._sizes(estimator)
         layout = state_layout(sizes, dtype=self.dtype, page_tokens=self.page_tokens)
         columns = make_columns("prompt", len(self.prompt) - 1, layout, with_cotangents=False)
@@ -134,7 +135,7 @@ class Rollouts:
             reads=(names.WEIGHTS,),
             streams=(Stream(values=states, updates=True, buffered=False),),
         )
-        plan.add(replace(stage, workspace_bytes=estimator.workspace_bytes("prefill", stage, plan)))
+        plan.add(replace(stage, workspace_bytes=estimator.workspace_bytes(("prefill", len(self.prompt)), stage, plan)))
 
     def _work(self, responses: tuple[int, ...], columns: Sequence[Column], layout: StateLayout) -> SampleWork:
         return SampleWork(
@@ -163,6 +164,11 @@ class Rollouts:
         return [row[:length] for row, length in zip(self.found["logprobs"], self.found["lengths"], strict=True)]
 
 
+@cache
+def estimator_of(policy: Path, dtype: torch.dtype) -> Estimator:
+    return Estimator(find_policy(policy), dtype)
+
+
 _runs = count()
 
 
@@ -186,6 +192,7 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
 # The reference: Hugging Face's own model, dense
 
 
+@cache
 def hugging_face(policy: Path) -> Any:
     with lifted_casts(torch.float64):
         return AutoModelForCausalLM.from_pretrained(str(policy), dtype=torch.float64).eval()
@@ -444,9 +451,16 @@ def test_logits_that_are_no_numbers_stop_the_run(checkpoints: dict[str, Path], t
 
 
 @pytest.mark.parametrize("tier", list(Tier))
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "prompt_tokens"), [((5, 30, 64), 20), ((1, 9, 1), 6), ((7, 3, 2), 1), ((2, 1, 5), 40)], ids=str
+    ("shape", "prompt_tokens", "dtype"),
+    [
+        ((5, 30, 64), 20, torch.float32),
+        ((5, 30, 2), 20, torch.bfloat16),
+        ((1, 9, 1), 6, torch.bfloat16),
+        ((7, 3, 2), 1, torch.float64),
+        ((2, 1, 5), 40, torch.float64),
+    ],
+    ids=str,
 )
 def test_measured_bytes_equal_planned_bytes_at_full_length(
     shape: tuple[int, int, int],
