@@ -22,7 +22,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -109,10 +109,14 @@ class RunDirectory:
             _remove_tree(path)
         return removed
 
-    def clear(self) -> None:
-        """Remove everything but the journal and the copy of the plan: an unfinished step begins again."""
+    def clear(self, keep: Collection[str] = ()) -> None:
+        """Remove everything but the journal, the copy of the plan and the results named ``keep``.
+
+        An unfinished run begins again.
+        """
         self.sweep()
-        for path in (self.store_path, self.results_path, self.trace_path):
+        results = self.results_path.iterdir() if self.results_path.is_dir() else ()
+        for path in (self.store_path, self.trace_path, *(path for path in results if path.name not in keep)):
             _remove_tree(path)
 
 

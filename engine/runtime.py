@@ -234,7 +234,7 @@ def _execute_in(
     plan = forecast.plan
     with Journal.open(directory.journal_path) if again else Journal.create(directory.journal_path) as journal:
         if again:
-            directory.clear()
+            directory.clear(keep=plan.keep_results)
         journal.append(_plan_record(forecast, recipe), sync=True)
         if plan_source is not None:
             atomic_write_bytes(directory.plan_path, plan_source)

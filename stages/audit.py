@@ -1,10 +1,10 @@
 """The audit: the planned gradient against dense autograd, and the bias of stopping at the prompt.
 
 It looks at the first update of a run. Where responses are sampled, they are sampled once, and what was sampled is what
-all three gradients are taken on. The engine's gradient is computed by executing the plan itself, up to the merge, in a temporary run directory; the
-reference is `stages.dense`. Errors, as reported: ``max_rel_err`` is the largest over parameters of
-max|difference| / max(max|reference of that parameter|, 1e-6 max|reference of all|); ``l2_rel_err`` and ``cosine``
-take all parameters as one vector.
+all three gradients are taken on. The engine's gradient is computed by executing the plan itself, up to the merge, in a
+temporary run directory; the reference is `stages.dense`. Errors, as reported: ``max_rel_err`` is the largest over
+parameters of max|difference| / max(max|reference of that parameter|, 1e-6 max|reference of all|); ``l2_rel_err`` and
+``cosine`` take all parameters as one vector.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,8 @@ from stages.learning_rate import learning_rate_at
 from stages.loss_stage import LossStage, loss_groups
 from stages.lower import Lowering, Visible
 from stages.optimizer import load_stage, save_stage
-from stages.record import MetricsLine, RolloutsFile, file_value
+from stages.recall import sample_or_recall
+from stages.record import ROLLOUTS_FOLDER, MetricsLine, RolloutsFile, file_value
 from stages.rewards import SampledGroup
 from stages.sampling import SampleWork, SamplingOptions, add_rollout, rollout_value
 from stages.update import adamw_stage, clip_stage, clip_value, merge_stage
@@ -79,6 +81,7 @@ class RunBuilder:
             self._add_checkpoints(step)
         if self.space.samples:
             self.plan.hooks["actual"] = self.actual_sizes
+            self.plan.keep_results = (ROLLOUTS_FOLDER,)
         first = names.update_prefix(0, 0, self.settings.epochs_per_step)
         gradients = names.gradients(first)
         self.plan.taps["gradients"] = Tap(
@@ -320,7 +323,13 @@ class _StepBuilder:
                 layout=self.run.layout,
                 head_rows=self.run.choices["head_rows"],
             )
-            add_rollout(self.plan, work, sizes=self.run.sizes, estimator=self.space.estimator)
+            add_rollout(
+                self.plan,
+                work,
+                sizes=self.run.sizes,
+                estimator=self.space.estimator,
+                run=partial(sample_or_recall, work),
+            )
 
     # Loss and update
 

@@ -17,7 +17,7 @@ Shapes: G responses of the group, R tokens of the longest response.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -190,12 +190,22 @@ class SampleWork:
         )
 
 
-def add_rollout(plan: Plan, work: SampleWork, *, sizes: Geometry, estimator: Estimator) -> Stage:
-    """Add a wave's stage, with its workspace, to a plan that has declared its Values; return it."""
+def add_rollout(
+    plan: Plan,
+    work: SampleWork,
+    *,
+    sizes: Geometry,
+    estimator: Estimator,
+    run: Callable[[StageContext], None] | None = None,
+) -> Stage:
+    """Add a wave's stage, with its workspace, to a plan that has declared its Values; return it.
+
+    ``run`` replaces the work's own function.
+    """
     stage = work.stage(sizes)
     shape = (stage.kind, len(work.responses), bool(work.visible), work.head_rows, work.options)
     workspace = estimator.workspace_bytes(shape, replace(stage, run=work.rehearse), plan)
-    return plan.add(replace(stage, workspace_bytes=workspace))
+    return plan.add(replace(stage, run=run or work.run, workspace_bytes=workspace))
 
 
 class _Wave:

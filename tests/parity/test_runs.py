@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ import pytest
 import torch
 
 from engine.budget import Tier
+from engine.hardware import load_profile
+from engine.plan import Stage
+from engine.planner import Forecast, forecast
+from engine.runtime import execute
 from engine.schedule import device_floor
 from models.policy import find_policy
 from stages import (
@@ -281,3 +285,48 @@ def test_a_sketch_leaves_out_repeated_steps_and_has_the_same_device_floor(
             whole, sketch = space.lower(choices), space.sketch(choices)
             assert len(sketch.stages) < len(whole.stages)
             assert device_floor(sketch)[0] == device_floor(whole)[0]
+
+
+def test_a_resumed_run_takes_its_recorded_rollouts_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama"))
+
+    def planned() -> Forecast:
+        space = sampled_space(policy, (20, 11), dtype=torch.float32, steps=3, groups_per_step=2)
+        return forecast(space.lower(space.first()), budget(), load_profile("cpu"))
+
+    with one_thread():
+        whole = execute(planned(), tmp_path / "whole")
+        with pytest.raises(KeyboardInterrupt):
+            execute(planned(), tmp_path / "again", observers=[StopAt("loss step1")])
+        execute(planned(), tmp_path / "again", again=True)
+        run = tmp_path / "run"
+        with pytest.raises(KeyboardInterrupt):
+            execute(planned(), run, observers=[StopAt("loss step1")])
+        recorded = [run / "results" / "rollouts" / f"step0000{step}.jsonl" for step in (0, 1)]
+        times = [file.stat().st_mtime_ns for file in recorded]
+        # What is recorded is what counts: one response is made another one, as if it had been drawn elsewhere.
+        lines = as_json_lines(recorded[1])
+        before = lines[0]["responses"][0]
+        lines[0]["responses"][0] = [(token + 1) % 61 for token in before]
+        recorded[1].write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        changed = execute(planned(), run, again=True)
+    checkpoints = [checkpoint_tensors(tmp_path / name / "results" / "checkpoint") for name in ("whole", "again")]
+    assert same_bits(*checkpoints)
+    assert recorded[0].read_bytes() == (tmp_path / "whole/results/rollouts/step00000.jsonl").read_bytes()
+    assert times[0] < recorded[0].stat().st_mtime_ns, "the file is written again, with the same text"
+    assert as_json_lines(recorded[1])[0]["responses"][0] != before
+    assert changed.results["loss"] != whole.results["loss"]
+
+
+@dataclass
+class StopAt:
+    """Interrupts a run before a stage."""
+
+    stage: str
+
+    def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
+        if stage.name == self.stage:
+            raise KeyboardInterrupt
+
+    def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
+        pass
