@@ -20,7 +20,7 @@ from engine.plan import Plan
 
 LEVELS = (1, 2, 3, 4)
 _NUMBER = re.compile(r"\d+(?:[-.:]\d+)*")
-_STEP = re.compile(r"(?<![^ /])step\d+/(?:epoch\d+/)?")
+_STEP = re.compile(r"(?<![^ /])step\d+(?:/epoch\d+)?(?![^ /])")
 _EPOCH = re.compile(r"epoch\d+")
 OTHERS = "other stages"
 

@@ -39,12 +39,17 @@ def bytes_figure(tier: Tier, recordings: Sequence[Recording]) -> tuple[str, bool
             thinned |= line.is_thinned
             figure.add_trace(_step_trace(line, name, scale, colour), row=row, col=1)
         figure.add_trace(_peak_mark(tier, recording, scale), row=row, col=1)
-        figure.update_xaxes(title_text=f"seconds, {recording.process}", rangemode="tozero", row=row, col=1)
+        figure.update_xaxes(**_time_axis(recording), row=row, col=1)
         if budget <= BUDGET_IN_VIEW * peak:
             figure.add_hline(y=budget / scale, line={"color": BUDGET_COLOUR, "dash": "dash"}, row=row, col=1)
     figure.update_yaxes(title_text=unit, rangemode="tozero")
     figure.update_layout(height=LINE_HEIGHT * len(recordings) + MARGIN_HEIGHT)
     return _json(figure), thinned
+
+
+def _time_axis(recording: Recording) -> dict[str, Any]:
+    """Return the axis that all figures of a recording share."""
+    return {"title_text": f"seconds, {recording.process}", "range": [0, recording.end_s or 1]}
 
 
 def budget_words(peak: int, budget: int) -> str:
@@ -55,10 +60,12 @@ def budget_words(peak: int, budget: int) -> str:
 
 def _lines(tier: Tier, recording: Recording) -> Iterable[tuple[StepLine, str, str]]:
     """Yield the lines of a panel with their names and colours: the plan's, and what was measured."""
-    samples = recording.samples.get(str(tier))
-    yield step_line(planned_steps(recording.changes[tier])), "planned", PLANNED_COLOUR
-    if samples:
-        yield step_line(measured_steps(samples)), "measured", MEASURED_COLOUR
+    before, after = [(0.0, 0)], recording.end_s
+    planned = planned_steps(recording.changes[tier])
+    yield step_line([*before, *planned, (after, planned[-1][1])]), "planned", PLANNED_COLOUR
+    if samples := recording.samples.get(str(tier)):
+        measured = measured_steps(samples)
+        yield step_line([*before, *measured, (after, measured[-1][1])]), "measured", MEASURED_COLOUR
 
 
 def _step_trace(line: StepLine, name: str, scale: int, colour: str) -> Any:
@@ -107,7 +114,7 @@ def timeline_figure(recordings: Sequence[Recording], colours: dict[str, str]) ->
             mine = [(lane, bar) for lane in Lane for bar in found[lane] if bar.kind == kind]
             figure.add_trace(_bar_trace(kind, mine, colours[kind], legend=kind not in shown), row=row, col=1)
             shown.add(kind)
-        figure.update_xaxes(title_text=f"seconds, {recording.process}", rangemode="tozero", row=row, col=1)
+        figure.update_xaxes(**_time_axis(recording), row=row, col=1)
     lanes = [str(lane) for lane in reversed(Lane)]
     figure.update_yaxes(categoryorder="array", categoryarray=lanes, type="category", range=[-0.5, len(lanes) - 0.5])
     height = (len(lanes) * LANE_HEIGHT + MARGIN_HEIGHT) * len(recordings) + MARGIN_HEIGHT

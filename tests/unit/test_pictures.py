@@ -114,6 +114,8 @@ def test_each_level_lets_more_numbers_of_a_name_differ_and_those_of_the_step_las
 def test_a_name_without_a_step_or_without_a_number_has_a_pattern_too() -> None:
     assert [pattern(name, 1) for name in ("add 3", "loss", "group0/part1")] == ["add *", "loss", "group0/part*"]
     assert pattern("footstep0/part1", 2) == "footstep*/part*"
+    assert [pattern("loss step3", level) for level in (1, 2, 3, 4)] == ["loss step3"] * 3 + ["loss step*"]
+    assert pattern("merge step3/epoch1", 3) == "merge step3/epoch*"
 
 
 def test_names_are_joined_as_little_as_the_number_of_groups_allows() -> None:
