@@ -10,6 +10,8 @@ with every layer checkpointed.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from functools import partial
 
 from engine import Plan
@@ -17,7 +19,7 @@ from engine.budget import Budget
 from engine.errors import UsageError
 from engine.units import MIB, format_bytes
 from models.policy import PolicySource
-from plans.quickstart_data import documentation_prompt
+from plans.quickstart_data import ANSWERS, documentation_prompt
 from plans.smollm2 import checkpoint_directory
 from stages import (
     DEFAULT_PAGE_TOKENS,
@@ -36,19 +38,14 @@ DEVICE_BUDGET_BYTES = 1280 * MIB
 # Weights and gradients take 1,026 MiB, the head's share of the tied embedding's gradient 108 MiB; what is left is for
 # state, workspace and buffers.
 
-POINTS = (
-    ("__debug__", 0.3),
-    ("AssertionError", 0.3),
-    ("if not", 0.2),
-    ("no code", 0.2),
-)
-# What the documentation says of the statement that the question is on, and what mentioning it is worth.
+RIGHT_ANSWER = ANSWERS[0][0]
 
 
 def graded(sample: Sample) -> float:
-    """Return how much of the right answer a response has, and a little for coming to an end."""
-    found = sum(points for words, points in POINTS if words in sample.text)
-    return round(found + 0.1 * sample.finished + 0.1 * ("assert" in sample.text), 3)
+    """Return how well a response agrees with the right answer: F1 over words, from 0 to 1 (as SQuAD scores answers)."""
+    given, right = (Counter(re.findall(r"\w+", text.lower())) for text in (sample.text, RIGHT_ANSWER))
+    common = (given & right).total()
+    return round(2 * common / (given.total() + right.total()), 3)
 
 
 def quickstart(

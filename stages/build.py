@@ -14,7 +14,7 @@ all choices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from stages.compute import HeadOptions
 from stages.groups import Group, StepGroup
 from stages.learning_rate import learning_rate_at
 from stages.loss_stage import LossStage, loss_groups
+from stages.losses import LossConfig
 from stages.lower import Lowering, Visible
 from stages.optimizer import load_stage, save_stage
 from stages.recall import sample_or_recall
@@ -333,9 +334,16 @@ class _StepBuilder:
 
     # Loss and update
 
+    def _loss_config(self) -> LossConfig:
+        """Return the loss; its norm by the longest response is, where responses are sampled, by the longest allowed."""
+        config, rollout = self.settings.loss, self.space.rollout
+        if not self.sampled or rollout is None or config.max_response_tokens is not None:
+            return config
+        return replace(config, max_response_tokens=rollout.max_response_tokens)
+
     def _add_loss(self, update: str, lowering: Lowering) -> None:
         loss = LossStage(
-            config=self.settings.loss,
+            config=self._loss_config(),
             groups=self.groups,
             dtype=self.run.wide,
             works=tuple(lowering.works),
