@@ -7,7 +7,7 @@ An empty or fully masked response stays in its group: it counts in the baseline 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.errors import UsageError
@@ -101,3 +101,10 @@ def group_record(group: Group) -> dict[str, Any]:
         if any(entry is not None for entry in column):
             record[key] = [list(entry) if isinstance(entry, tuple) else entry for entry in column]
     return record
+
+
+def group_data(group: StepGroup) -> list[object]:
+    """Return all that a group decides, as plain data to be hashed."""
+    if isinstance(group, Group):
+        return [list(group.prompt_ids), [list(asdict(response).values()) for response in group.responses]]
+    return [list(group.token_ids), repr(group.data)]

@@ -1,0 +1,222 @@
+"""How one step of a GRPO run becomes stages: what is sampled, then an update for every epoch.
+
+The prompts' prefill; where responses are sampled, rollouts, rewards, advantages and the rollouts file; the scores of
+all groups, the loss, the backward of every group (replay, sweep), last group first, whose state is most likely still at
+hand; merge, clip, AdamW, metrics. From the second epoch on the prompts are prefilled again, since the weights have
+changed; the rollouts are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from engine.budget import Tier
+from engine.plan import Cost, Stage, TensorSpec, Value, ValueKind, digest
+from engine.worker import dtype_name
+from models.dense import HEAD_GRADIENT
+from stages import names
+from stages.compute import HeadOptions
+from stages.groups import group_data
+from stages.learning_rate import learning_rate_at
+from stages.loss_stage import LossStage, loss_groups
+from stages.losses import LossConfig
+from stages.lower import Lowering, Visible
+from stages.recall import sample_or_recall
+from stages.record import MetricsLine, RolloutsFile
+from stages.rewards import SampledGroup
+from stages.sampling import SampleWork, SamplingOptions, add_rollout, rollout_value
+from stages.update import adamw_stage, clip_stage, clip_value, merge_stage
+
+if TYPE_CHECKING:
+    from stages.build import RunBuilder
+
+
+class StepBuilder:
+    """Adds one step: what is sampled, then its updates."""
+
+    def __init__(self, run: RunBuilder, step: int) -> None:
+        self.run, self.step = run, step
+        self.plan, self.space, self.settings = run.plan, run.space, run.settings
+        self.sampled = {item.group: item for item in self.space.sampled_groups(step)}
+        self.groups = loss_groups(self.space.steps[step], self.space.advantages[step], list(self.sampled.values()))
+        self.first: Lowering | None = None
+
+    def build(self) -> None:
+        for epoch in range(self.settings.epochs_per_step):
+            self._add_update(epoch)
+
+    def _add_update(self, epoch: int) -> None:
+        update = names.update_prefix(self.step, epoch, self.settings.epochs_per_step)
+        lowering = self._lowering(update)
+        self._declare_gradients(update)
+        trees = self.space.trees(self.step, update)
+        states = [lowering.forward_prompt(tree) for _, tree in trees]
+        if epoch == 0 and self.sampled:
+            self._add_rollouts([(index, state) for (index, _), state in zip(trees, states, strict=True)])
+        for (_, tree), state in zip(trees, states, strict=True):
+            lowering.forward_below((tree,), state)
+        self._add_loss(update, lowering)
+        self.first = self.first or lowering
+        self.run.lowerings.append(lowering)
+        for _, tree in reversed(trees):
+            lowering.backward((tree,))
+        self._add_optimizer_stages(update, epoch)
+
+    def _lowering(self, update: str) -> Lowering:
+        run, choices = self.run, self.run.choices
+        return Lowering(
+            plan=self.plan,
+            update=update,
+            sizes=run.sizes,
+            layout=run.layout,
+            head=HeadOptions(
+                temperature=float(self.settings.temperature),
+                block_rows=choices["head_rows"],
+                uses_entropies=bool(self.settings.loss.entropy_bonus),
+            ),
+            estimator=self.space.estimator,
+            chunk_tokens=choices["chunk_tokens"],
+            branches_at_once=choices["branches_at_once"],
+            exact=self.settings.gradient == "exact",
+            tied_head=run.tied,
+        )
+
+    def _declare_gradients(self, update: str) -> None:
+        run, wide = self.run, dtype_name(self.run.wide)
+        gradients = {name: TensorSpec(shape=spec.shape, dtype=wide) for name, spec in run.parameters.items()}
+        found = {names.gradients(update): gradients}
+        if run.tied:
+            shape = (run.sizes.vocab, run.sizes.hidden)
+            found[names.head_gradients(update)] = {HEAD_GRADIENT: TensorSpec(shape=shape, dtype=wide)}
+        for name, tensors in found.items():
+            self.plan.value(Value(name=name, tensors=tensors, kind=ValueKind.ACCUMULATOR, tiers=(Tier.DEVICE,)))
+
+    # Rollouts
+
+    def _add_rollouts(self, states: list[tuple[int, Visible]]) -> None:
+        """Sample every group from its prompt's state, then reward, and write the step's rollouts file."""
+        for index, state in states:
+            if index in self.sampled:
+                self._add_waves(self.sampled[index], state)
+        for group in self.sampled.values():
+            for value in group.values():
+                self.plan.value(value)
+            for stage in group.stages():
+                self.plan.add(stage)
+        file = RolloutsFile(step=self.step, groups=tuple(self.sampled.values()), sampled=self.space.sampled)
+        self.plan.value(file.value)
+        self.plan.add(file.stage())
+
+    def _add_waves(self, group: SampledGroup, state: Visible) -> None:
+        options = SamplingOptions(
+            max_response_tokens=group.rollout.max_response_tokens,
+            temperature=float(self.settings.temperature),
+            stop_token_ids=group.stop_token_ids,
+            greedy=group.rollout.greedy,
+            seed=self.settings.seed,
+        )
+        rollout = names.rollout(group.step, group.group)
+        self.plan.value(rollout_value(rollout, group.rollout.group_size, options, dtype_name(self.settings.dtype)))
+        size = self.run.choices["branches_at_once"]
+        for first in range(0, group.rollout.group_size, size):
+            wave = tuple(range(first, min(first + size, group.rollout.group_size)))
+            name = f"{group.name}/response{wave[0]}" + (f"-response{wave[-1]}" if len(wave) > 1 else "")
+            work = SampleWork(
+                name=name,
+                rollout=rollout,
+                opening_id=group.prompt.token_ids[-1],
+                first_position=len(group.prompt.token_ids) - 1,
+                visible=state,
+                responses=wave,
+                step=group.step,
+                group=group.group,
+                options=options,
+                layout=self.run.layout,
+                head_rows=self.run.choices["head_rows"],
+            )
+            add_rollout(
+                self.plan,
+                work,
+                sizes=self.run.sizes,
+                estimator=self.space.estimator,
+                run=partial(sample_or_recall, work),
+            )
+
+    # Loss and update
+
+    def _loss_config(self) -> LossConfig:
+        """Return the loss; its norm by the longest response is, where responses are sampled, by the longest allowed."""
+        config, rollout = self.settings.loss, self.space.rollout
+        if not self.sampled or rollout is None or config.max_response_tokens is not None:
+            return config
+        return replace(config, max_response_tokens=rollout.max_response_tokens)
+
+    def _add_loss(self, update: str, lowering: Lowering) -> None:
+        loss = LossStage(
+            config=self._loss_config(),
+            groups=self.groups,
+            dtype=self.run.wide,
+            works=tuple(lowering.works),
+            first=() if self.first is None else tuple(self.first.works),
+        )
+        groups = self.space.steps[self.step]
+        self.plan.add(
+            Stage(
+                name=f"loss {update.rstrip('/')}",
+                kind="loss",
+                run=loss.run,
+                config={"loss": asdict(loss.config), "rollouts": digest([group_data(group) for group in groups])},
+                reads=loss.reads,
+                writes=loss.writes,
+                workspace_bytes=self.space.loss_workspace_bytes(loss),
+                cost=Cost(num_kernels=100),
+            )
+        )
+
+    def _add_optimizer_stages(self, update: str, epoch: int) -> None:
+        run, options, ending = self.run, self.settings.optimizer, update.rstrip("/")
+        gradients, clip = names.gradients(update), names.clip(update)
+        head = names.head_gradients(update) if run.tied else None
+        self.plan.add(merge_stage(name=f"merge {ending}", gradients=gradients, head_gradients=head))
+        if not self.settings.update_weights:
+            self._add_metrics(update, epoch, None, after=gradients)
+            return
+        number = self.step * self.settings.epochs_per_step + epoch
+        rate = self._learning_rate(number)
+        self.plan.value(clip_value(clip, self.settings.dtype))
+        self.plan.add(
+            clip_stage(
+                name=f"clip {ending}",
+                gradients=self.plan.values[gradients],
+                clip=clip,
+                max_grad_norm=options.max_grad_norm,
+            )
+        )
+        self.plan.add(
+            adamw_stage(
+                run.optimizer,
+                name=f"adamw {ending}",
+                update=number,
+                gradients=gradients,
+                clip=clip,
+                weights=names.WEIGHTS,
+                options=options,
+                learning_rate=rate,
+            )
+        )
+        self._add_metrics(update, epoch, rate, after=names.WEIGHTS)
+
+    def _learning_rate(self, number: int) -> float:
+        return learning_rate_at(
+            number,
+            total=self.run.num_updates,
+            peak=self.settings.optimizer.learning_rate,
+            warmup=self.settings.warmup_updates,
+            schedule=self.settings.schedule,
+        )
+
+    def _add_metrics(self, update: str, epoch: int, learning_rate: float | None, *, after: str) -> None:
+        line = MetricsLine(step=self.step, epoch=epoch, update=update, learning_rate=learning_rate)
+        self.plan.add(line.stage(after))
