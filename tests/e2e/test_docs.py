@@ -45,6 +45,7 @@ PAGES = [
     *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts),
 ]
 COMMAND_LINE = DOCS / "reference" / "command-line.md"
+SAMPLING = DOCS / "how-to" / "sample-and-train.md"
 SETTINGS = DOCS / "reference" / "settings.md"
 
 BLOCK = re.compile(
@@ -273,10 +274,19 @@ def test_the_command_line_page_names_every_key_of_the_json_objects(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = COMMAND_LINE.read_text()
-    for arguments in (["simulate"], ["execute"], ["audit", "--set", "dtype=float64"]):
-        assert main([arguments[0], "tiny_dense", "--json", "--set", "prompt_tokens=80", *arguments[1:]]) == 0
+    (sampling,) = (block for block in blocks_of(SAMPLING) if "file" in block.marks)
+    Path("sampling.py").write_text(sampling.text)
+    small = ["tiny_dense", "--json", "--set", "prompt_tokens=80"]
+    for arguments in (
+        ["simulate", *small],
+        ["execute", *small],
+        ["audit", *small, "--set", "dtype=float64"],
+        ["execute", "sampling.py", "--json", "--set", "epochs_per_step=1"],
+    ):
+        assert main(arguments) == 0
         printed = json.loads(capsys.readouterr().out)
-        assert [key for key in printed if f"`{key}`" not in text] == [], arguments[0]
+        keys = [*printed, *printed.get("metrics", {})]
+        assert [key for key in keys if f"`{key}`" not in text] == [], arguments
 
 
 @pytest.mark.parametrize("plan", shipped_plans())
