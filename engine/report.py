@@ -65,19 +65,14 @@ def describe_forecast(forecast: Forecast) -> str:
 
 def describe_outcome(forecast: Forecast, outcome: Outcome, run: str, comparison: Mapping[str, object]) -> str:
     """Return the closing text of ``engine execute``."""
-    rows = [
-        [
-            str(tier),
-            format_bytes(forecast.budget[tier]),
-            format_bytes(forecast.peak_bytes[tier]),
-            format_bytes(outcome.measured_peak_bytes[tier]),
-            _ratio(outcome.measured_peak_bytes[tier], forecast.peak_bytes[tier]),
-        ]
-        for tier in Tier
-    ]
-    figures = {"loss": outcome.results.get("loss"), "grad norm": outcome.results.get("grad_norm")}
+    metrics = outcome.results.get("metrics", {})
+    figures = {
+        "loss": outcome.results.get("loss"),
+        "grad norm": outcome.results.get("grad_norm"),
+        "mean reward": metrics.get("reward_mean"),
+    }
     lines = [
-        table(["tier", "budget", "predicted", "measured", "measured / predicted"], rows),
+        _peak_table(forecast, outcome),
         _spill_line(forecast),
         *(f"{name}: {value:.6g}" for name, value in figures.items() if isinstance(value, float)),
         *_reported_lines(outcome.results.get(REPORTED, {})),
@@ -88,6 +83,31 @@ def describe_outcome(forecast: Forecast, outcome: Outcome, run: str, comparison:
         f"run: {run} (metrics in results/metrics.jsonl)",
     ]
     return "\n".join(lines)
+
+
+def _peak_table(forecast: Forecast, outcome: Outcome) -> str:
+    """Return the peaks per tier; where sizes were planned at their largest, also the prediction at actual ones."""
+    actual, measured = outcome.actual_peak_bytes, outcome.measured_peak_bytes
+    header = [
+        "tier",
+        "budget",
+        "predicted",
+        *(["at actual sizes"] if actual else []),
+        "measured",
+        "measured / predicted",
+    ]
+    rows = [
+        [
+            str(tier),
+            format_bytes(forecast.budget[tier]),
+            format_bytes(forecast.peak_bytes[tier]),
+            *([format_bytes(actual[tier])] if actual else []),
+            format_bytes(measured[tier]),
+            _ratio(measured[tier], (actual or forecast.peak_bytes)[tier]),
+        ]
+        for tier in Tier
+    ]
+    return table(header, rows)
 
 
 def describe_plan(plan: Plan, *, every: bool = False) -> str:

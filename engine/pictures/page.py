@@ -164,16 +164,25 @@ def _head(data: Mapping[str, Any], forecast: Forecast) -> str:
 
 
 def _tiers(data: Mapping[str, Any]) -> str:
-    ran = "measured_peak_bytes" in data
+    ran, at_actual_sizes = "measured_peak_bytes" in data, "actual_peak_bytes" in data
+    expected = "actual_peak_bytes" if at_actual_sizes else "peak_bytes"
     rows = []
     for tier in map(str, Tier):
         row = _cells(tier) + _number(data, f"budget_bytes.{tier}") + _number(data, f"peak_bytes.{tier}")
+        if at_actual_sizes:
+            row += _number(data, f"actual_peak_bytes.{tier}")
         if ran:
-            measured, predicted = data["measured_peak_bytes"][tier], data["peak_bytes"][tier]
+            measured, predicted = data["measured_peak_bytes"][tier], data[expected][tier]
             ratio = f"{measured / predicted:.4f}" if predicted else "-"
             row += _number(data, f"measured_peak_bytes.{tier}") + f'<td class="n">{ratio}</td>'
         rows.append(row)
-    header = ["tier", "budget", "predicted peak", *(["measured peak", "measured / predicted"] if ran else [])]
+    header = [
+        "tier",
+        "budget",
+        "predicted peak",
+        *(["at actual sizes"] if at_actual_sizes else []),
+        *(["measured peak", "measured / predicted"] if ran else []),
+    ]
     return f"<h2>Bytes</h2>\n{_table(header, rows, 'tiers')}"
 
 
