@@ -72,6 +72,7 @@ class Rollouts:
     dtype: torch.dtype = torch.float64
     pages_on: Tier = Tier.DEVICE
     poison: bool = False
+    dirty: bool = False
     found: dict[str, Any] = field(default_factory=dict)
 
     def plan(self) -> Plan:
@@ -84,6 +85,8 @@ class Rollouts:
         self._add_load(plan, estimator)
         if columns:
             self._add_prefill(plan, estimator, columns)
+        if self.dirty:
+            plan.add(Stage(name="spoil", kind="spoil", run=self._spoil, updates=(ROLLOUT,)))
         for wave in self.waves or [range(self.group_size)]:
             add_rollout(plan, self._work(tuple(wave), columns, layout), sizes=sizes, estimator=estimator)
         plan.add(Stage(name="take", kind="take", run=self._take, reads=(ROLLOUT,)))
@@ -151,6 +154,10 @@ class Rollouts:
             layout=layout,
             head_rows=self.head_rows,
         )
+
+    def _spoil(self, context: StageContext) -> None:
+        for tensor in context.tensors(ROLLOUT).values():
+            tensor.fill_(7)
 
     def _take(self, context: StageContext) -> None:
         self.found |= {name: tensor.tolist() for name, tensor in context.tensors(ROLLOUT).items()}
@@ -431,6 +438,12 @@ def test_a_response_that_ends_leaves_the_others_as_they_are_and_zeros_behind_its
     for row, length in zip(drawn.found["logprobs"], drawn.found["lengths"], strict=True):
         assert all(value < 0 for value in row[:length])
         assert row[length:] == [0.0] * (14 - length)
+
+
+def test_what_was_in_a_rollout_before_decides_nothing(usual: Rollouts, drawn: Rollouts, tmp_path: Path) -> None:
+    spoiled = again(usual, dirty=True)
+    run(spoiled, tmp_path)
+    assert spoiled.found == drawn.found
 
 
 def test_a_token_stops_a_response_at_its_first_place_and_a_group_may_end_at_once(

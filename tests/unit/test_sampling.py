@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from engine.errors import UnsupportedModelError, UsageError
+from engine.memory import DEVICE, LiveBytes
 from models import head as heads
 from models.attention import paged_attention
 from models.decode import Tail
@@ -177,6 +178,19 @@ def test_greedy_takes_the_first_of_the_largest_logits_even_where_a_temperature_w
     logits = head.bias / 1.5
     assert logits[1] == logits[2]
     assert chosen(head, torch.zeros(2, HIDDEN, dtype=torch.float64), [0.0, 0.9], greedy=True, temperature=1.5) == [2, 2]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_block_of_rows_is_gone_before_the_next_begins(greedy: bool) -> None:
+    head, peaks = token_head(4000, torch.bfloat16), []
+    for rows in (4, 40):
+        hidden, numbers = torch.randn(rows, HIDDEN).bfloat16(), torch.rand(rows, dtype=torch.float64)
+        with LiveBytes() as meter:
+            meter.adopt([*head.parameters(), hidden, numbers])
+            entry = meter.live[DEVICE]
+            heads.sample_rows(head, hidden, numbers, temperature=0.5, greedy=greedy, block_rows=4)
+            peaks.append(meter.peak[DEVICE] - entry)
+    assert peaks[1] - peaks[0] < 0.1 * peaks[0]
 
 
 # Options and sizes
