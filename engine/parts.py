@@ -113,12 +113,13 @@ class Stream:
     """Values that a stage uses piece by piece, from wherever they live.
 
     Pieces of Values that are off the device pass through one buffer of the largest piece. A stream whose pieces are
-    only written has no use for it (``buffered`` false).
+    only written has no use for it (``buffered`` false). ``passes`` is how often the stage goes through all of them.
     """
 
     values: tuple[str, ...]
     updates: bool = False
     buffered: bool = True
+    passes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,12 +41,12 @@ class SimulatedMachine:
         seconds = self.profile.seconds(stage.cost)
         for stream in stage.streams:
             for name in stream.values:
-                seconds += self._stream(name, updates=stream.updates)
+                seconds += self._stream(name, updates=stream.updates, passes=stream.passes)
         self.stage_s[stage.name] = seconds
         self.clock_s += seconds
 
-    def _stream(self, name: str, *, updates: bool) -> float:
-        tier, nbytes = self.where[name], self.plan.values[name].nbytes
+    def _stream(self, name: str, *, updates: bool, passes: int) -> float:
+        tier, nbytes = self.where[name], passes * self.plan.values[name].nbytes
         if tier is Tier.DEVICE:
             return 0.0
         seconds = self._transfer(tier, Tier.DEVICE, nbytes)

@@ -200,7 +200,7 @@ class Recording:
     def _streamed_bytes(self, stage: str) -> int:
         """Bytes of the stage's streams that are off the device; what is updated comes and goes."""
         return sum(
-            self.plan.values[name].nbytes * (2 if stream.updates and stream.buffered else 1)
+            self.plan.values[name].nbytes * stream.passes * (2 if stream.updates and stream.buffered else 1)
             for stream in self.plan.stages[stage].streams
             for name in stream.values
             if self._where[name] is not Tier.DEVICE

@@ -180,7 +180,7 @@ class SampleWork:
             config=self.config(),
             reads=(names.WEIGHTS,),
             updates=(self.rollout,),
-            streams=(Stream(values=states),) if states else (),
+            streams=(Stream(values=states, passes=self.options.max_response_tokens),) if states else (),
             cost=sizes.decode_cost(
                 branches=len(self.responses),
                 steps=self.options.max_response_tokens,

@@ -218,6 +218,8 @@ class GrpoSpace:
         order = ["head_rows", "branches_at_once", "chunk_tokens"]
         if binding_stage.kind in ("prefill", "sweep"):
             order.reverse()
+        if binding_stage.kind == "rollout":  # the branches' own tokens are most of what it needs
+            order = ["branches_at_once", "head_rows", "chunk_tokens"]
         for key in order:
             ladder = self.ladders[key]
             position = ladder.index(choices[key])
