@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all bench docs lint types format check package clean
+.PHONY: help setup quickstart test test-all bench docs pictures lint types format check package clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F '\t' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,10 @@ bench: $(INSTALLED)  ## one step against dense autograd: device bytes and time (
 
 docs: $(INSTALLED)  ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build -W -n --keep-going -d docs/_build/doctrees docs docs/_build/html
+
+pictures: $(INSTALLED)  ## measure and draw the pictures of the documentation (minutes)
+	$(BIN)/python docs/pictures/draw.py bytes docs/pictures/bytes.svg
+	$(BIN)/python docs/pictures/draw.py learning docs/pictures/learning.svg
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .
