@@ -15,12 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("svg")
-matplotlib.rcParams.update({"svg.hashsalt": "longstraw", "font.size": 11, "axes.spines.top": False})
-matplotlib.rcParams["axes.spines.right"] = False
-
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from engine.budget import Budget, default_budget
 from engine.hardware import load_profile
@@ -32,6 +27,9 @@ from plans.learn_tiny import learn_tiny
 from plans.tiny_dense import tiny_dense
 from stages.dense import dense_peak_bytes
 from stages.space import GrpoSpace
+
+matplotlib.rcParams.update({"svg.hashsalt": "longstraw", "font.size": 11})
+matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
 SMOOTHED_STEPS = 20
 PROMPT_TOKENS = (1024, 2048, 4096, 8192, 16384)
@@ -58,7 +56,8 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 def draw_learning(out: Path) -> None:
     """Draw the mean reward over the steps of both gradients."""
-    figure, axes = plt.subplots(figsize=(8, 4))
+    figure = Figure(figsize=(8, 4))
+    axes = figure.subplots()
     for gradient in ("exact", "stop-prompt"):
         results, _ = run(learn_tiny(gradient=gradient))
         lines = [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
@@ -87,7 +86,8 @@ def draw_bytes(out: Path) -> None:
         (groups,) = space.steps
         dense.append(dense_peak_bytes(space.policy, groups, space.settings) / MIB)  # type: ignore[arg-type]
         print(f"{tokens} prompt tokens: {ours[-1]:.2f} MiB, dense autograd {dense[-1]:.2f} MiB")
-    figure, axes = plt.subplots(figsize=(8, 4))
+    figure = Figure(figsize=(8, 4))
+    axes = figure.subplots()
     axes.plot(PROMPT_TOKENS, dense, "o-", color=COLOURS["dense"], label="dense autograd, layers checkpointed")
     axes.plot(PROMPT_TOKENS, ours, "o-", color=COLOURS["exact"], label="LongStraw, one budget for all", linewidth=2)
     axes.axhline(budget / MIB, color=COLOURS["exact"], linewidth=0.8, linestyle="--")
@@ -97,7 +97,7 @@ def draw_bytes(out: Path) -> None:
     save(figure, out)
 
 
-def save(figure: plt.Figure, out: Path) -> None:
+def save(figure: Figure, out: Path) -> None:
     """Write an SVG without a date in it, so that the same figures give the same file."""
     figure.savefig(out, bbox_inches="tight", metadata={"Date": None})
     print(f"wrote {out}")
