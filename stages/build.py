@@ -46,7 +46,7 @@ class RunBuilder:
             choices={**choices, "page_tokens": self.settings.page_tokens},
             settings=self._fingerprint(),
             space=space,
-            notes=[*self._weights_notes(), *self._group_notes()],
+            notes=[*self._weights_notes(), *self._length_notes(), *self._group_notes()],
         )
         self.sizes = geometry(
             self.policy.config,
@@ -125,6 +125,16 @@ class RunBuilder:
         return [
             f"the policy is in {dtype_name(stored)} and is computed in {dtype_name(computed)}: its weights are rounded "
             "when they are loaded, and the new checkpoint holds the rounded ones"
+        ]
+
+    def _length_notes(self) -> list[str]:
+        limit = getattr(self.policy.config, "max_position_embeddings", None)
+        longest = self.space.longest_sequence_tokens()
+        if not isinstance(limit, int) or longest <= limit:
+            return []
+        return [
+            f"sequences of up to {longest} tokens are longer than the {limit} positions that the policy was made for "
+            "(max_position_embeddings)"
         ]
 
     def _group_notes(self) -> list[str]:

@@ -178,6 +178,10 @@ class GrpoSpace:
             max((sum(leaf.max_rows(0, leaf.max_inputs) for leaf in tree.children) for tree in trees), default=1),
         )
 
+    def longest_sequence_tokens(self) -> int:
+        """Return how many positions are evaluated, at most: the longest prompt with the longest response of its step."""
+        return max(prompt + response for prompt, response, _, _ in self._shapes)
+
     @cached_property
     def ladders(self) -> dict[str, tuple[int, ...]]:
         """Every choice's values from the fastest to the leanest."""

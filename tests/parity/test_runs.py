@@ -330,3 +330,12 @@ class StopAt:
 
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
         pass
+
+
+@pytest.mark.parametrize(("limit", "told"), [(26, False), (25, True)])
+def test_sequences_longer_than_the_policys_positions_are_told(limit: int, told: bool, tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama", max_position_embeddings=limit))
+    space = sampled_space(policy, (20,))  # 19 tokens of the prompt's own, then its last one and 6 of a response
+    notes = [note for note in space.lower(space.first()).notes if "max_position_embeddings" in note]
+    assert bool(notes) is told
+    assert not told or "up to 26 tokens are longer than the 25 positions" in notes[0]
