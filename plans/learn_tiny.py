@@ -57,12 +57,12 @@ def marked_letter_prompt(numbers: random.Random, prompt_tokens: int, *, name: st
 
 
 def learn_tiny(
-    steps: int = 250,
+    steps: int = 200,
     groups_per_step: int = 8,
     group_size: int = 16,
     prompt_tokens: int = 512,
     gradient: str = "exact",
-    learning_rate: float = 2e-3,
+    learning_rate: float = 3e-3,
     warmup_updates: int = 10,
     epochs_per_step: int = 1,
     entropy_bonus: float = 0.2,

@@ -39,17 +39,39 @@ def test_a_step_over_all_groups_writes_a_checkpoint(folder: Path, capfd: pytest.
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("number", ["0", "-1", "4"])
-def test_a_number_of_groups_that_the_file_does_not_have_is_refused(
-    number: str, folder: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["groups_per_step=0"], "groups_per_step=0 must be whole numbers of at least 1"),
+        (["groups_per_step=-1"], "groups_per_step=-1 must be whole numbers of at least 1"),
+        (["steps=0"], "steps=0 and groups_per_step=None must be whole numbers of at least 1"),
+        (["groups_per_step=4"], "1 steps of 4 groups need 4 groups with responses, but there are 3"),
+        (["steps=2", "groups_per_step=2"], "2 steps of 2 groups need 4 groups with responses, but there are 3"),
+        (["steps=4"], "4 steps of 1 groups need 4 groups with responses, but there are 3"),
+    ],
+)
+def test_more_groups_than_the_file_has_are_refused(
+    settings: list[str], told: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("simulate", f"groups_per_step={number}") == 2
-    assert "give 1 to 3" in capfd.readouterr().err
+    assert run("simulate", *settings) == 2
+    assert told in capfd.readouterr().err
+
+
+def test_several_steps_share_the_groups_of_the_file_out(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("execute", "steps=3", "checkpoint_every=2", "save_optimizer=true", "schedule=cosine") == 0
+    report = json.loads(capfd.readouterr().out)
+    results = Path(report["checkpoint"]).parent
+    lines = [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["responses"]) for line in lines] == [(0, 2), (1, 2), (2, 2)]
+    assert lines[0]["learning_rate"] > lines[1]["learning_rate"] > lines[2]["learning_rate"] > 0
+    assert {path.name for path in results.iterdir()} == {
+        "checkpoint", "checkpoint-2", "metrics.jsonl", "optimizer.safetensors", "optimizer-2.safetensors",
+    }  # fmt: skip
 
 
 def test_the_groups_that_are_left_out_are_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("simulate", "groups_per_step=2") == 0
-    assert json.loads(capfd.readouterr().out)["notes"] == ["groups 2 to 2 of rollouts.jsonl are left out of this step"]
+    assert json.loads(capfd.readouterr().out)["notes"] == ["groups 2 to 2 of rollouts.jsonl are left out of this run"]
 
 
 def test_a_policy_that_is_rounded_to_the_compute_dtype_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
