@@ -91,6 +91,15 @@ class SpillCommit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptFile:
+    """A file in the results that a resumed run finds again and never makes twice; the last record of a path counts."""
+
+    path: str
+    nbytes: int
+    crc32c: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResultRecord:
     """A result a person asked for: a metric, the path of a checkpoint."""
 
@@ -105,13 +114,14 @@ class RunFinished:
     results: dict[str, object]
 
 
-Record = PlanRecord | StageIntent | StageCommit | SpillCommit | ResultRecord | RunFinished
+Record = PlanRecord | StageIntent | StageCommit | SpillCommit | KeptFile | ResultRecord | RunFinished
 
 _CLASS_BY_TAG: dict[str, type[Record]] = {
     "plan": PlanRecord,
     "stage_intent": StageIntent,
     "stage_commit": StageCommit,
     "spill_commit": SpillCommit,
+    "kept_file": KeptFile,
     "result": ResultRecord,
     "run_finished": RunFinished,
 }

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from engine.worker import StageContext
 
 REPORTED = "reported"
+FRESH = "reported since the last line of metrics"
+OWN_NUMBERS = ("step", "epoch", "loss", "grad_norm", "learning_rate")
 # Where a run's results keep what stages reported, whatever other stages make of its metrics.
 
 
@@ -183,23 +185,30 @@ class _Reporter:
         self._context, self._stage = context, stage
 
     def __call__(self, name: str, value: Any) -> None:
-        """Report plain data under a name that no stage has reported before; a tensor of one number counts as that."""
+        """Report plain data; a tensor of one number counts as that. A name may come once in a line of metrics."""
         if _is_tensor(value) and value.numel() == 1:
             value = value.item()
         results = self._context.results
-        reported = results.setdefault(REPORTED, {})
-        if name in reported:
+        if name in OWN_NUMBERS:
+            raise self._stage._error(self._context, f"reports {name!r}, a name that a line of metrics has; use another")
+        if name in results.setdefault(FRESH, []):
             raise self._stage._error(self._context, f"reports {name!r}, which was reported before; use another name")
         if not _is_plain({name: value}):
             raise self._stage._error(
                 self._context, f"reports {name!r} as {_shown(value)}; report numbers, text, lists and dicts of them"
             )
-        reported[name] = value
-        results.setdefault("metrics", {})[name] = value
+        results.setdefault(REPORTED, {})[name] = value
+        results[FRESH].append(name)
+
+
+def take_reports(results: dict[str, Any]) -> dict[str, Any]:
+    """Return what was reported since the last call, for a line of metrics."""
+    return {name: results[REPORTED][name] for name in results.pop(FRESH, [])}
 
 
 def merge_reports(results: dict[str, Any]) -> None:
     """Put what was reported among a finished run's metrics, where another stage may have begun them anew."""
+    results.pop(FRESH, None)
     if REPORTED in results:
         results["metrics"] = {**results.get("metrics", {}), **results[REPORTED]}
 

@@ -150,7 +150,8 @@ class Stage:
 
     ``config`` is all that decides the result beside the inputs: it goes into the recipe key.
     ``workspace_bytes`` is what the stage needs on the device only while it runs, beyond its Values and buffers;
-    ``declared_bytes`` is what its author declared as such, where the engine added to that by itself.
+    ``declared_bytes`` is what its author declared as such, where the engine added to that by itself. The commit of a
+    ``durable`` stage is on disk before the next one begins.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Stage:
     streams: tuple[Stream, ...] = ()
     workspace_bytes: int = 0
     cost: Cost = field(default_factory=Cost)
+    durable: bool = False
     declared_bytes: int | None = field(default=None, compare=False)
     origin: str = field(default_factory=caller_origin, compare=False, repr=False)
 

@@ -110,8 +110,9 @@ class Plan:
     ``budget`` holds bytes by tier that the plan asks for unless the command line says otherwise. ``hooks`` are
     functions that are called by name (``audit`` and ``compare`` by the command line; ``actual``, which returns
     `ActualSizes`, after a run whose sizes were not all known before); ``taps`` are extra outputs by name
-    (``gradients``). ``keep_results`` are names in the results that a resumed run finds again, since they must not be
-    made twice. ``choices`` says how it was lowered, ``space`` how else it could be.
+    (``gradients``). ``kept_folders`` are folders in the results for files that a resumed run finds again, since they
+    must not be made twice (`engine.worker.StageContext.keep_file`). ``choices`` says how the plan was lowered,
+    ``space`` how else it could be.
     """
 
     name: str
@@ -121,7 +122,7 @@ class Plan:
     space: ChoiceSpace | None = None
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
     taps: dict[str, Tap] = field(default_factory=dict)
-    keep_results: tuple[str, ...] = ()
+    kept_folders: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)

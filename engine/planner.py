@@ -65,7 +65,7 @@ def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
     if smallest_bytes > budget.device_bytes:
         raise DoesNotFitError(
             _refusal(smallest_stage, smallest_bytes, budget),
-            report=_report(smallest, smallest_stage.name, smallest_bytes, budget),
+            report=_report(_whole(plan, smallest), smallest_stage.name, smallest_bytes, budget),
         )
     chosen = _choose(plan, budget, smallest)
     try:
@@ -124,7 +124,14 @@ def _choose(plan: Plan, budget: Budget, smallest: Plan) -> Plan:
         if need <= budget.device_bytes:
             return plan.lowered(choices)
         choices = plan.space.leaner(choices, binding)
-    return plan.lowered({name: smallest.choices[name] for name in plan.space.first()})
+    return _whole(plan, smallest)
+
+
+def _whole(plan: Plan, sketch: Plan) -> Plan:
+    """Return the whole plan under the choices of a sketch of it."""
+    if plan.space is None:
+        return plan
+    return plan.lowered({name: sketch.choices[name] for name in plan.space.first()})
 
 
 def _refusal(stage: Stage, need: int, budget: Budget) -> str:

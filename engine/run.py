@@ -22,13 +22,16 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import google_crc32c
+
 from engine.errors import RunDirectoryError, UsageError
 
+METRICS_FILE = "metrics.jsonl"
 PARTIAL_SUFFIX = ".partial"
 
 
@@ -103,21 +106,43 @@ class RunDirectory:
 
         Only for the process that continues the run: a live one may be about to rename what this removes.
         """
-        places = [self.path, self.results_path]
-        removed = [path for place in places if place.is_dir() for path in place.iterdir() if is_partial(path)]
+        inside = sorted(self.results_path.rglob("*")) if self.results_path.is_dir() else []
+        removed = [path for path in (*self.path.iterdir(), *inside) if is_partial(path) and not _in_partial(path)]
         for path in removed:
             _remove_tree(path)
         return removed
 
-    def clear(self, keep: Collection[str] = ()) -> None:
-        """Remove everything but the journal, the copy of the plan and the results named ``keep``.
+    def clear(self, kept: Mapping[str, tuple[int, int]], kept_folders: Collection[str]) -> None:
+        """Prepare an unfinished run to begin again: remove what it writes anew, hold what it keeps to its record.
 
-        An unfinished run begins again.
+        ``kept`` are size and CRC32C of the files in the results that are not made twice, by path; others in
+        ``kept_folders`` were not committed and go. Other results stay until what replaces them is whole.
+
+        Raises:
+            RunDirectoryError: a kept file is not what it was.
         """
+        for path, expected in kept.items():
+            _check_kept(self.results_path / path, expected)
         self.sweep()
-        results = self.results_path.iterdir() if self.results_path.is_dir() else ()
-        for path in (self.store_path, self.trace_path, *(path for path in results if path.name not in keep)):
-            _remove_tree(path)
+        committed = {self.results_path / path for path in kept}
+        found = (path for folder in kept_folders for path in (self.results_path / folder).glob("*"))
+        uncommitted = [path for path in found if path not in committed]
+        for old in (self.store_path, self.trace_path, self.results_path / METRICS_FILE, *uncommitted):
+            _remove_tree(old)
+
+
+def _check_kept(path: Path, expected: tuple[int, int]) -> None:
+    """Hold a kept file to its record; one that is gone is made again."""
+    if path.is_file() and data_checksum(path.read_bytes()) != expected:
+        raise RunDirectoryError(
+            f"{path} is damaged: it is not the file that the journal says was written; remove it, and the run makes it "
+            "again"
+        )
+
+
+def data_checksum(data: bytes) -> tuple[int, int]:
+    """Return the size and the CRC32C of some bytes."""
+    return len(data), google_crc32c.value(data)
 
 
 def default_run_path(plan: str, now: datetime) -> Path:
@@ -226,6 +251,10 @@ def _sync_tree(root: Path) -> None:
             with open(Path(folder) / name, "rb") as file:
                 os.fsync(file.fileno())
         sync_directory(Path(folder))
+
+
+def _in_partial(path: Path) -> bool:
+    return any(is_partial(parent) for parent in path.parents)
 
 
 def _move_into_place(partial: Path, path: Path) -> None:

@@ -22,20 +22,28 @@ import engine
 from engine.budget import Budget, Tier
 from engine.driver import Observer, drive
 from engine.errors import StageFailedError, UnsupportedModelError, UsageError
-from engine.journal import Journal, PlanRecord, ResultRecord, RunFinished, SpillCommit, StageCommit, StageIntent
+from engine.journal import (
+    Journal,
+    KeptFile,
+    PlanRecord,
+    ResultRecord,
+    RunFinished,
+    SpillCommit,
+    StageCommit,
+    StageIntent,
+    read_journal,
+)
 from engine.memory import DEVICE, HOST, LiveBytes, peak_rss_bytes, release_freed_memory
 from engine.origin import at
 from engine.own_stage import merge_reports
 from engine.plan import Plan, Stage, digest, recipe_keys
 from engine.planner import Forecast, peak_bytes_at
-from engine.run import RunDirectory, atomic_write_bytes, atomic_write_text, check_writable
+from engine.run import METRICS_FILE, RunDirectory, atomic_write_bytes, atomic_write_text, check_writable
 from engine.schedule import Schedule
 from engine.store import Store
 from engine.trace import MEASURED, Recording, chrome_trace
 from engine.units import format_bytes
 from engine.worker import TorchMachine
-
-METRICS_FILE = "metrics.jsonl"
 
 CHECKSUMS_A_RECORD = 4000
 # Keeps a record well below the journal's cap; a Value has as many chunks as the model has layers.
@@ -140,13 +148,16 @@ class _Journaled:
             for start in range(0, len(items), CHECKSUMS_A_RECORD):
                 part = dict(items[start : start + CHECKSUMS_A_RECORD])
                 self.journal.append(SpillCommit(value=name, tier=str(Tier.DISK), checksums=part))
+        kept = self.machine.take_kept()
+        for path, (nbytes, crc32c) in kept.items():
+            self.journal.append(KeptFile(path=path, nbytes=nbytes, crc32c=crc32c))
         record = StageCommit(
             stage=stage.name,
             key=self.keys[stage.name],
             measured_peak_bytes=self.checked.last_peak,
             wall_s=time.monotonic() - self.started,
         )
-        self.journal.append(record, sync=stage.kind == "checkpoint")
+        self.journal.append(record, sync=bool(kept) or stage.durable)
 
 
 def plan_fingerprint(plan: Plan) -> str:
@@ -234,7 +245,7 @@ def _execute_in(
     plan = forecast.plan
     with Journal.open(directory.journal_path) if again else Journal.create(directory.journal_path) as journal:
         if again:
-            directory.clear(keep=plan.keep_results)
+            directory.clear(_kept_files(directory), plan.kept_folders)
         journal.append(_plan_record(forecast, recipe), sync=True)
         if plan_source is not None:
             atomic_write_bytes(directory.plan_path, plan_source)
@@ -253,6 +264,12 @@ def _execute_in(
             journal.append(ResultRecord(name=name, payload={"value": value}))
         journal.append(RunFinished(results=outcome.results), sync=True)
     return outcome
+
+
+def _kept_files(directory: RunDirectory) -> dict[str, tuple[int, int]]:
+    """Return size and checksum of the files that a run has committed to keep, by path in the results."""
+    records, _ = read_journal(directory.journal_path)
+    return {record.path: (record.nbytes, record.crc32c) for record in records if isinstance(record, KeptFile)}
 
 
 def _leave_metrics(directory: RunDirectory, outcome: Outcome) -> None:

@@ -12,12 +12,13 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.origin import is_users
 from engine.plan import digest
 
+_NOTHING = object()
 _LARGEST_ITEMS = 10_000
 # Collections that are longer count by their length alone: to hash them at every call would cost more than it saves.
 
@@ -76,9 +77,22 @@ def _used(function: types.FunctionType) -> Iterator[tuple[str, object]]:
             yield name, cell.cell_contents
         except ValueError:  # not filled yet
             continue
-    for name in sorted(_names(function.__code__)):
-        if name in function.__globals__ and not isinstance(function.__globals__[name], types.ModuleType):
-            yield name, function.__globals__[name]
+    names = sorted(_names(function.__code__))
+    for name in names:
+        item = function.__globals__.get(name, _NOTHING)
+        if isinstance(item, types.ModuleType):
+            yield from _used_of(item, names)
+        elif item is not _NOTHING:
+            yield name, item
+
+
+def _used_of(module: types.ModuleType, names: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Yield what of a person's own module may be used by a function that knows these names."""
+    file = getattr(module, "__file__", None)
+    if file is not None and is_users(file):
+        for name in names:
+            if name in vars(module) and not isinstance(vars(module)[name], types.ModuleType):
+                yield f"{module.__name__}.{name}", vars(module)[name]
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -24,6 +24,7 @@ from engine.errors import EngineError, RunDirectoryError, StageFailedError, Unsu
 from engine.memory import DEVICE, LiveBytes
 from engine.origin import at, error_origin
 from engine.plan import Plan, Stage, TensorSpec, Value
+from engine.run import atomic_write_bytes, data_checksum
 from engine.store import Store
 
 TOKEN_AXIS = -2
@@ -88,6 +89,7 @@ class TorchMachine:
         self.results: dict[str, Any] = {}
         self.disk_peak_bytes = 0
         self.written: dict[str, dict[str, int]] = {}
+        self.kept: dict[str, tuple[int, int]] = {}
         self._provided_disk_bytes = 0
         self.taps: dict[str, list[tuple[Any, str]]] = {}
         self._staging: torch.Tensor | None = None
@@ -164,6 +166,11 @@ class TorchMachine:
         self._provided_disk_bytes += provided_bytes
         stored_bytes = self.store.nbytes if self.store is not None else 0
         self.disk_peak_bytes = max(self.disk_peak_bytes, stored_bytes + self._provided_disk_bytes)
+
+    def take_kept(self) -> dict[str, tuple[int, int]]:
+        """Return size and checksum of the files that stages asked to keep since the last call, by path."""
+        kept, self.kept = self.kept, {}
+        return kept
 
     def take_written(self) -> dict[str, dict[str, int]]:
         """Return the checksums of the chunks written to disk since the last call, by Value."""
@@ -273,6 +280,14 @@ class StageContext:
         held.item = item
         self._machine.meter.adopt(tensors)
         self._machine.note_disk(disk_bytes)
+
+    def keep_file(self, path: str, data: bytes) -> None:
+        """Write a file in the results, whole and synced, that a resumed run finds again: what must not be made twice.
+
+        It counts once the stage is committed; its checksum is in the journal.
+        """
+        atomic_write_bytes(self.directory / path, data)
+        self._machine.kept[path] = data_checksum(data)
 
     def item(self, name: str) -> Any:
         """Return what the writer of a provided Value handed over."""

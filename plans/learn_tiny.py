@@ -57,7 +57,7 @@ def marked_letter_prompt(numbers: random.Random, prompt_tokens: int, *, name: st
 
 
 def learn_tiny(
-    steps: int = 200,
+    steps: int = 300,
     groups_per_step: int = 8,
     group_size: int = 16,
     prompt_tokens: int = 512,

@@ -87,7 +87,7 @@ def _template_around_document(tokenizer: PreTrainedTokenizerBase) -> tuple[list[
     if tokenizer.chat_template is None:
         raise UsageError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template; "
-            f"use a chat model, or give your own rollouts with --set rollouts=FILE"
+            f"use a chat model, or a plan of your own"
         )
     # No system message: some templates refuse it, and those that want one put in their own.
     messages = [{"role": "user", "content": INSTRUCTION + PLACEHOLDER + QUESTION}]

@@ -26,9 +26,9 @@ from engine.runtime import execute
 from engine.worker import dtype_name
 from stages.dense import dense_gradient
 from stages.groups import Group, StepGroup
-from stages.record import ROLLOUTS_FOLDER, rollouts_file
 from stages.rollouts import read_rollouts
 from stages.space import GrpoSpace
+from stages.step_record import rollouts_file
 
 TOLERANCE = {
     torch.float64: 1e-10,  # of max_rel_err: rounding alone, at any chunking
@@ -46,6 +46,7 @@ def audit(space: GrpoSpace, budget: Budget, choices: Choices | None = None) -> d
 
     ``choices`` fixes chunking; None lets the planner choose within ``budget``.
     """
+    space = replace(space, settings=replace(space.settings, loss=space.loss))  # one norm for sampled and given groups
     planned, groups = engine_gradient(space, space.steps[0], budget, space.settings.gradient, choices)
     stopped, _ = engine_gradient(space, groups, budget, "stop-prompt", choices)
     _, reference = dense_gradient(space.policy, groups, space.settings)
@@ -94,7 +95,7 @@ def _sampled_groups(space: GrpoSpace, results: Path) -> list[Group]:
     if not space.samples:
         return []
     vocab = int(space.policy.config.vocab_size)
-    groups = read_rollouts(results / ROLLOUTS_FOLDER / rollouts_file(0), tokenizer=space.tokenizer, vocab_size=vocab)
+    groups = read_rollouts(results / rollouts_file(0), tokenizer=space.tokenizer, vocab_size=vocab)
     return [
         replace(group, responses=tuple(replace(response, old_logprobs=None) for response in group.responses))
         for group in groups

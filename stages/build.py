@@ -26,7 +26,7 @@ from stages.build_step import StepBuilder
 from stages.groups import group_data
 from stages.lower import Lowering
 from stages.optimizer import load_stage, save_stage
-from stages.record import ROLLOUTS_FOLDER, file_value
+from stages.step_record import ROLLOUTS_FOLDER, file_value
 
 if TYPE_CHECKING:
     from stages.space import GrpoSpace
@@ -70,7 +70,7 @@ class RunBuilder:
             self._add_checkpoints(step)
         if self.space.samples:
             self.plan.hooks["actual"] = self.actual_sizes
-            self.plan.keep_results = (ROLLOUTS_FOLDER,)
+            self.plan.kept_folders = (ROLLOUTS_FOLDER,)
         first = names.update_prefix(0, 0, self.settings.epochs_per_step)
         gradients = names.gradients(first)
         self.plan.taps["gradients"] = Tap(
@@ -215,5 +215,6 @@ class RunBuilder:
                 writes=(name,),
                 workspace_bytes=0 if dtype is self.settings.dtype else copied,
                 cost=Cost(moved_bytes=float(nbytes)),
+                durable=True,
             )
         )

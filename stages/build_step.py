@@ -8,7 +8,7 @@ changed; the rollouts are not.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,12 +21,11 @@ from stages.compute import HeadOptions
 from stages.groups import group_data
 from stages.learning_rate import learning_rate_at
 from stages.loss_stage import LossStage, loss_groups
-from stages.losses import LossConfig
 from stages.lower import Lowering, Visible
-from stages.recall import sample_or_recall
-from stages.record import MetricsLine, RolloutsFile
+from stages.metrics import MetricsLine
 from stages.rewards import SampledGroup
 from stages.sampling import SampleWork, SamplingOptions, add_rollout, rollout_value
+from stages.step_record import StepRecord
 from stages.update import adamw_stage, clip_stage, clip_value, merge_stage
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ class StepBuilder:
         self.plan, self.space, self.settings = run.plan, run.space, run.settings
         self.sampled = {item.group: item for item in self.space.sampled_groups(step)}
         self.groups = loss_groups(self.space.steps[step], self.space.advantages[step], list(self.sampled.values()))
+        self.record = StepRecord(step=step, groups=tuple(self.sampled.values()), sampled=self.space.sampled)
         self.first: Lowering | None = None
 
     def build(self) -> None:
@@ -96,18 +96,19 @@ class StepBuilder:
     # Rollouts
 
     def _add_rollouts(self, states: list[tuple[int, Visible]]) -> None:
-        """Sample every group from its prompt's state, then reward, and write the step's rollouts file."""
+        """Sample every group from its prompt's state, record that, reward, and record that."""
         for index, state in states:
             if index in self.sampled:
                 self._add_waves(self.sampled[index], state)
+        record = self.record
+        self.plan.value(record.value)
+        self.plan.add(record.rollouts_stage())
         for group in self.sampled.values():
             for value in group.values():
                 self.plan.value(value)
-            for stage in group.stages():
+            for stage in group.stages(record.of_group):
                 self.plan.add(stage)
-        file = RolloutsFile(step=self.step, groups=tuple(self.sampled.values()), sampled=self.space.sampled)
-        self.plan.value(file.value)
-        self.plan.add(file.stage())
+        self.plan.add(record.rewards_stage())
 
     def _add_waves(self, group: SampledGroup, state: Visible) -> None:
         options = SamplingOptions(
@@ -141,21 +142,14 @@ class StepBuilder:
                 work,
                 sizes=self.run.sizes,
                 estimator=self.space.estimator,
-                run=partial(sample_or_recall, work),
+                run=partial(self.record.sample_or_recall, work),
             )
 
     # Loss and update
 
-    def _loss_config(self) -> LossConfig:
-        """Return the loss; its norm by the longest response is, where responses are sampled, by the longest allowed."""
-        config, rollout = self.settings.loss, self.space.rollout
-        if not self.sampled or rollout is None or config.max_response_tokens is not None:
-            return config
-        return replace(config, max_response_tokens=rollout.max_response_tokens)
-
     def _add_loss(self, update: str, lowering: Lowering) -> None:
         loss = LossStage(
-            config=self._loss_config(),
+            config=self.space.loss,
             groups=self.groups,
             dtype=self.run.wide,
             works=tuple(lowering.works),
@@ -218,5 +212,11 @@ class StepBuilder:
         )
 
     def _add_metrics(self, update: str, epoch: int, learning_rate: float | None, *, after: str) -> None:
-        line = MetricsLine(step=self.step, epoch=epoch, update=update, learning_rate=learning_rate)
+        line = MetricsLine(
+            step=self.step,
+            epoch=epoch,
+            update=update,
+            learning_rate=learning_rate,
+            ends_step=epoch == self.settings.epochs_per_step - 1,
+        )
         self.plan.add(line.stage(after))

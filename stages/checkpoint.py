@@ -37,7 +37,7 @@ def save(context: StageContext, policy: PolicySource, tokenizer: Any, dtype: tor
     """Write the weights as the checkpoint ``name`` in ``dtype`` and report its path."""
     hf = context.item(names.WEIGHTS).hf
     target = context.directory / name
-    with atomic_directory(target) as directory, quiet():
+    with atomic_directory(target, replace=True) as directory, quiet():
         hf.save_pretrained(directory, state_dict=None if hf.dtype is dtype else _converted(hf.state_dict(), dtype))
         config = copy.deepcopy(hf.config)
         config.dtype = dtype  # transformers writes the dtype that the model is computed in

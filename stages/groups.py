@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.errors import UsageError
+from engine.plan import digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,14 @@ class Prompt:
     token_ids: tuple[int, ...]
     data: Any = None
     source: str = "prompt"
+
+    def __post_init__(self) -> None:
+        try:
+            digest(self.data)
+        except TypeError as error:
+            raise UsageError(
+                f"{self.source}: its data is not plain ({error}); give numbers, text, lists and dicts with text keys"
+            ) from error
 
 
 StepGroup = Group | Prompt
@@ -107,4 +116,4 @@ def group_data(group: StepGroup) -> list[object]:
     """Return all that a group decides, as plain data to be hashed."""
     if isinstance(group, Group):
         return [list(group.prompt_ids), [list(asdict(response).values()) for response in group.responses]]
-    return [list(group.token_ids), repr(group.data)]
+    return [list(group.token_ids), digest(group.data)]

@@ -55,7 +55,9 @@ def _check(update: int, *, total: int, peak: float, warmup: int, schedule: str, 
     if total < 1:
         raise UsageError(f"total={total!r} updates: must be a whole number of at least 1")
     if not 0 <= warmup <= total:
-        raise UsageError(f"warmup={warmup!r} must be a whole number from 0 to the number of all updates, {total}")
+        raise UsageError(
+            f"warmup_updates={warmup!r} must be a whole number from 0 to the number of all updates, {total}"
+        )
     if not 0 <= final_ratio <= 1:
         raise UsageError(f"final_ratio={final_ratio!r} must be a number from 0 to 1")
     if final_ratio and schedule == "constant":

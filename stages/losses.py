@@ -397,7 +397,9 @@ def _check_inputs(config: LossConfig, batch: LossBatch, logprobs: Tensor, entrop
     if shape[0] == 0:
         raise UsageError(f"none of the step's {batch.num_responses} responses has a trainable token")
     if config.kl is not None and batch.ref_logprobs is None:
-        raise UsageError(f"kl={config.kl!r} needs ref_logprobs; give them with the rollouts or name a reference policy")
+        raise UsageError(
+            f"kl={config.kl!r} needs ref_logprobs; give them with the rollouts (sampled responses have none)"
+        )
     if config.entropy_bonus and entropies is None:
         raise UsageError(f"entropy_bonus={config.entropy_bonus!r} needs entropies; score them or set it to 0")
     for name, vector in scored.items():

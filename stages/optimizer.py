@@ -349,6 +349,7 @@ def save_stage(
     stage = Stage(
         name=name,
         kind="save-optimizer",
+        durable=True,
         run=run,
         config={"count": contents.count, "checkpoint_dtype": contents.checkpoint_dtype},
         reads=reads,

@@ -8,20 +8,23 @@ once, and what they wrote is what every later epoch uses. The functions' sources
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.errors import StageFailedError
-from engine.plan import Stage, TensorSpec, Value
+from engine.plan import Stage, TensorSpec, Value, digest
 from engine.worker import StageContext
 from stages import names
 from stages.advantages import Baseline, group_advantages
 from stages.groups import Group, Prompt, Response
 from stages.sampled import VECTOR_TIERS, read_responses
 from stages.settings import RolloutSettings
+
+Recorded = Callable[[StageContext, int], Mapping[str, Any] | None]
+"""Returns what is on record of a group, given its number in the step; None if nothing is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,21 @@ class SampledGroup:
         return f"{names.step_prefix(self.step)}group{self.group}"
 
     @property
+    def rollout_name(self) -> str:
+        """The Value of its sampled responses."""
+        return names.rollout(self.step, self.group)
+
+    @property
+    def rewards_name(self) -> str:
+        """The Value of their rewards."""
+        return names.rewards(self.step, self.group)
+
+    @property
+    def advantages_name(self) -> str:
+        """The Value of their advantages."""
+        return names.advantages(self.step, self.group)
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens that all responses can have together."""
         return self.rollout.group_size * self.rollout.max_response_tokens
@@ -80,20 +98,20 @@ class SampledGroup:
         rewards = TensorSpec(shape=(size,), dtype="float64")
         advantages = TensorSpec(shape=(size, tokens), dtype="float64")
         return (
-            Value(name=names.rewards(self.step, self.group), tensors={"values": rewards}, tiers=VECTOR_TIERS),
-            Value(name=names.advantages(self.step, self.group), tensors={"values": advantages}, tiers=VECTOR_TIERS),
+            Value(name=self.rewards_name, tensors={"values": rewards}, tiers=VECTOR_TIERS),
+            Value(name=self.advantages_name, tensors={"values": advantages}, tiers=VECTOR_TIERS),
         )
 
-    def stages(self) -> tuple[Stage, Stage]:
-        """Return the reward stage and the advantages stage."""
-        rollout, data = names.rollout(self.step, self.group), repr(self.prompt.data)
+    def stages(self, recorded: Recorded) -> tuple[Stage, Stage]:
+        """Return the reward stage and the advantages stage; ``recorded`` says what is known of the group already."""
+        rollout, data = self.rollout_name, digest(self.prompt.data)
         rewards, advantages = self.values()
         reward_function, advantage_function = self.rollout.function_digests
         return (
             Stage(
                 name=f"reward {self.name}",
                 kind="reward",
-                run=self.give_rewards,
+                run=lambda context: self.give_rewards(context, recorded(context, self.group) or {}),
                 config={"function": reward_function, "data": data},
                 reads=(rollout,),
                 writes=(rewards.name,),
@@ -102,7 +120,7 @@ class SampledGroup:
             Stage(
                 name=f"advantages {self.name}",
                 kind="advantages",
-                run=self.give_advantages,
+                run=lambda context: self.give_advantages(context, recorded(context, self.group) or {}),
                 config={
                     "function": advantage_function,
                     "scale": self.scale_advantages,
@@ -128,7 +146,7 @@ class SampledGroup:
                 group=self.group,
                 response=index,
             )
-            for index, ids in enumerate(read_responses(context, names.rollout(self.step, self.group)))
+            for index, ids in enumerate(read_responses(context, self.rollout_name))
         ]
 
     def text(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -141,39 +159,47 @@ class SampledGroup:
 
     def rewards(self, context: StageContext) -> list[float]:
         """Return the rewards that `give_rewards` wrote."""
-        found: list[float] = context.tensors(names.rewards(self.step, self.group))["values"].tolist()
+        found: list[float] = context.tensors(self.rewards_name)["values"].tolist()
         return found
 
     def advantages(self, context: StageContext) -> list[list[float]]:
         """Return the advantages that `give_advantages` wrote, one a token of every response."""
-        responses = read_responses(context, names.rollout(self.step, self.group))
-        rows = context.tensors(names.advantages(self.step, self.group))["values"].tolist()
+        responses = read_responses(context, self.rollout_name)
+        rows = context.tensors(self.advantages_name)["values"].tolist()
         return [row[: len(ids)] for row, ids in zip(rows, responses, strict=True)]
 
-    def give_rewards(self, context: StageContext) -> None:
-        """Call the reward function for every response.
+    def give_rewards(self, context: StageContext, recorded: Mapping[str, Any]) -> None:
+        """Call the reward function for every response, unless its rewards are ``recorded``.
 
         Raises:
             StageFailedError: a reward is not a finite number.
         """
-        found = [_number(self.rollout.reward(sample), "reward", sample) for sample in self.samples(context)]
-        _fill(context.tensors(names.rewards(self.step, self.group))["values"], found)
+        found = recorded.get("rewards")
+        if found is None:
+            found = [_number(self.rollout.reward(sample), "reward", sample) for sample in self.samples(context)]
+        _fill(context.tensors(self.rewards_name)["values"], found)
 
-    def give_advantages(self, context: StageContext) -> None:
-        """Write one advantage a token, by the plan's function or by the usual rule.
+    def give_advantages(self, context: StageContext, recorded: Mapping[str, Any]) -> None:
+        """Write one advantage a token: as ``recorded``, by the plan's function, or by the usual rule.
 
         Raises:
             StageFailedError: the function returned something else than a finite number a response or a token.
         """
         samples, rewards = self.samples(context), self.rewards(context)
-        given = self._usual(samples, rewards) if self.rollout.advantage is None else self._given(samples, rewards)
+        given: Sequence[float | Sequence[float]]
+        if "advantages" in recorded:
+            given = recorded["advantages"]
+        elif self.rollout.advantage is None:
+            given = self._usual(samples, rewards)
+        else:
+            given = self._given(samples, rewards)
         rows = [
             list(value) if isinstance(value, list | tuple) else [value] * len(sample.token_ids)
             for sample, value in zip(samples, given, strict=True)
         ]
         most = self.rollout.max_response_tokens
         padded = [row + [0.0] * (most - len(row)) for row in rows]
-        _fill(context.tensors(names.advantages(self.step, self.group))["values"], padded)
+        _fill(context.tensors(self.advantages_name)["values"], padded)
 
     def _usual(self, samples: Sequence[Sample], rewards: Sequence[float]) -> Sequence[float | tuple[float, ...]]:
         group = Group(
@@ -195,6 +221,25 @@ class SampledGroup:
                 f"{self.step}, group {self.group}; return one a response"
             )
         return [_one_or_many(value, sample) for value, sample in zip(found, samples, strict=True)]
+
+
+def rollout_metrics(context: StageContext, groups: Sequence[SampledGroup]) -> dict[str, float]:
+    """Return what metrics say of a step's sampled responses."""
+    samples = [sample for group in groups for sample in group.samples(context)]
+    rewards = [reward for group in groups for reward in group.rewards(context)]
+    mean = math.fsum(rewards) / len(rewards)
+    lengths = [len(sample.token_ids) for sample in samples]
+    silent = sum(not any(any(row) for row in group.advantages(context)) for group in groups)
+    return {
+        "reward_mean": mean,
+        "reward_std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "response_tokens_mean": sum(lengths) / len(lengths),
+        "response_tokens_max": float(max(lengths)),
+        "finished_fraction": sum(sample.finished for sample in samples) / len(samples),
+        "groups_without_signal": float(silent),
+    }
 
 
 def _fill(out: torch.Tensor, numbers: Sequence[Any]) -> None:

@@ -32,6 +32,7 @@ from models.decode import Tail, decode_step
 from models.float64 import accumulation_dtype, lifted_casts
 from models.geometry import Geometry, StateLayout
 from stages import names
+from stages.checks import check_count, check_seed
 from stages.estimate import Estimator
 from stages.state import Column, PagedPrefix
 
@@ -70,15 +71,10 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_response_tokens < 2**31:
-            raise UsageError(
-                f"max_response_tokens={self.max_response_tokens!r} must be a whole number of at least 1 that fits 31 "
-                "bits"
-            )
+        check_count("max_response_tokens", self.max_response_tokens)
         if not 0 < self.temperature < math.inf:
             raise UsageError(f"temperature={self.temperature!r} must be a positive number; for greedy set greedy=True")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed={self.seed!r} must be a whole number of at least 0 that fits 63 bits")
+        check_seed(self.seed)
         if any(token < 0 for token in self.stop_token_ids):
             raise UsageError(f"stop_token_ids={self.stop_token_ids!r} must be token ids, which are at least 0")
 

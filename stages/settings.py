@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,14 +18,13 @@ from engine.errors import UsageError
 from engine.plan import Choices
 from engine.source import source_digest
 from stages.advantages import Baseline
+from stages.checks import check_count, check_seed
 from stages.learning_rate import Schedule
 from stages.losses import LossConfig
 from stages.update import AdamWOptions
 
 if TYPE_CHECKING:
     from stages.rewards import Sample
-
-Gradient = Literal["exact", "stop-prompt"]
 
 DEFAULT_PAGE_TOKENS = 512
 
@@ -64,18 +63,12 @@ class GrpoSettings:
             raise UsageError(f"gradient={self.gradient!r} is not known; choose exact or stop-prompt")
         if not 0 < self.temperature < float("inf"):
             raise UsageError(f"temperature={self.temperature!r} must be a positive number")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed={self.seed!r} must be a whole number of at least 0 that fits 63 bits")
+        check_seed(self.seed)
         counts = {"page_tokens": self.page_tokens, "epochs_per_step": self.epochs_per_step}
         if self.checkpoint_every is not None:
             counts["checkpoint_every"] = self.checkpoint_every
         for name, value in {**self.fixed, **counts}.items():
-            _whole_number(name, value)
-
-
-def _whole_number(name: str, value: int) -> None:
-    if not 1 <= value < 2**31:
-        raise UsageError(f"{name}={value!r} must be a whole number of at least 1 that fits 31 bits")
+            check_count(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +93,8 @@ class RolloutSettings:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        _whole_number("group_size", self.group_size)
-        _whole_number("max_response_tokens", self.max_response_tokens)
+        check_count("group_size", self.group_size)
+        check_count("max_response_tokens", self.max_response_tokens)
 
     @cached_property
     def function_digests(self) -> tuple[str, str]:

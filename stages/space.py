@@ -9,7 +9,7 @@ need less workspace and more time. ``page_tokens`` is a constant of the plan. Wh
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -24,11 +24,12 @@ from stages.build import RunBuilder
 from stages.estimate import Estimator
 from stages.groups import Group, Prompt, StepGroup
 from stages.loss_stage import LossStage
+from stages.losses import LossConfig
 from stages.optimizer import OptimizerState
 from stages.optimizer_file import read_optimizer_file
-from stages.record import SampledSizes
 from stages.rewards import SampledGroup
 from stages.settings import GrpoSettings, RolloutSettings
+from stages.step_record import SampledSizes
 from stages.tree import Node, group_tree, sampled_tree
 
 SMALLEST_CHUNK_TOKENS = 64
@@ -70,6 +71,14 @@ class GrpoSpace:
         if self.rollout is not None and self.rollout.stop_token_ids is not None:
             return self.rollout.stop_token_ids
         return self.policy.stop_token_ids(self.tokenizer)
+
+    @cached_property
+    def loss(self) -> LossConfig:
+        """The loss; its norm by the longest response is, where responses are sampled, by the longest allowed."""
+        config, rollout = self.settings.loss, self.rollout
+        if not self.samples or rollout is None or config.max_response_tokens is not None:
+            return config
+        return replace(config, max_response_tokens=rollout.max_response_tokens)
 
     @cached_property
     def advantages(self) -> list[list[GroupAdvantages | None]]:
@@ -179,7 +188,7 @@ class GrpoSpace:
         )
 
     def longest_sequence_tokens(self) -> int:
-        """Return how many positions are evaluated, at most: the longest prompt with the longest response of its step."""
+        """Return how many positions are evaluated at most: the longest prompt with the longest response of a step."""
         return max(prompt + response for prompt, response, _, _ in self._shapes)
 
     @cached_property

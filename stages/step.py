@@ -10,6 +10,7 @@ from engine.errors import UsageError
 from engine.plan import Plan
 from models.policy import PolicySource, find_policy
 from stages.audit import audit
+from stages.checks import check_count
 from stages.groups import Group, Prompt, StepGroup, require_trainable
 from stages.settings import GrpoSettings, RolloutSettings
 from stages.space import GrpoSpace
@@ -58,6 +59,8 @@ def grpo_run(
     source = find_policy(policy) if isinstance(policy, str) else policy
     for number, groups in enumerate(steps):
         _check_step(number, groups, source, rollout)
+    if rollout is not None and not any(isinstance(group, Prompt) for groups in steps for group in groups):
+        raise UsageError("rollout says how responses are sampled, but all groups have theirs; leave it out")
     space = GrpoSpace(
         name=name,
         policy=source,
@@ -83,6 +86,11 @@ def _check_step(
             "them, or groups with responses"
         )
     vocab = int(policy.config.vocab_size)
+    if rollout is not None and any(not 0 <= token < vocab for token in rollout.stop_token_ids or ()):
+        raise UsageError(
+            f"stop_token_ids={rollout.stop_token_ids!r} are not all in the vocabulary of {vocab}, so some could never "
+            "end a response"
+        )
     for prompt in prompts:
         wrong = [token for token in prompt.token_ids if not 0 <= token < vocab]
         if wrong or not prompt.token_ids:
@@ -93,15 +101,16 @@ def _check_step(
 
 
 def deal(groups: Sequence[StepGroup], *, steps: int, groups_per_step: int | None = None) -> list[list[StepGroup]]:
-    """Deal groups to steps in their order: ``groups_per_step`` to each, all to a single step where that is None.
+    """Deal groups to steps in their order: ``groups_per_step`` to each, or an even share of them where that is None.
 
-    Prompts come round again when all have had their turn; given groups are used once.
+    Prompts come round again when all have had their turn; given groups are used once. What is left over is not used.
 
     Raises:
         UsageError: a number below 1, or fewer given groups than the steps need.
     """
-    if steps < 1 or (groups_per_step is not None and groups_per_step < 1):
-        raise UsageError(f"steps={steps!r} and groups_per_step={groups_per_step!r} must be whole numbers of at least 1")
+    check_count("steps", steps)
+    if groups_per_step is not None:
+        check_count("groups_per_step", groups_per_step)
     each = groups_per_step if groups_per_step is not None else max(1, len(groups) // steps)
     need = each * steps
     if need > len(groups) and not (groups and all(isinstance(group, Prompt) for group in groups)):

@@ -42,9 +42,9 @@ def test_a_step_over_all_groups_writes_a_checkpoint(folder: Path, capfd: pytest.
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (["groups_per_step=0"], "groups_per_step=0 must be whole numbers of at least 1"),
-        (["groups_per_step=-1"], "groups_per_step=-1 must be whole numbers of at least 1"),
-        (["steps=0"], "steps=0 and groups_per_step=None must be whole numbers of at least 1"),
+        (["groups_per_step=0"], "groups_per_step=0 must be a whole number of at least 1"),
+        (["groups_per_step=-1"], "groups_per_step=-1 must be a whole number of at least 1"),
+        (["steps=0"], "steps=0 must be a whole number of at least 1"),
         (["groups_per_step=4"], "1 steps of 4 groups need 4 groups with responses, but there are 3"),
         (["steps=2", "groups_per_step=2"], "2 steps of 2 groups need 4 groups with responses, but there are 3"),
         (["steps=4"], "4 steps of 1 groups need 4 groups with responses, but there are 3"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from engine.budget import Tier
+from engine.errors import RunDirectoryError
 from engine.hardware import load_profile
 from engine.plan import Stage
 from engine.planner import Forecast, forecast
@@ -269,7 +270,7 @@ def test_the_prediction_at_actual_sizes_is_what_is_measured(tmp_path: Path) -> N
     actual, measured = done.outcome.actual_peak_bytes, done.outcome.measured_peak_bytes
     assert actual is not None
     assert actual[Tier.DEVICE] == measured["device"] < done.planned.peak_bytes[Tier.DEVICE]
-    assert actual[Tier.DISK] == pytest.approx(measured["disk"], rel=0.02)
+    assert abs(actual[Tier.DISK] - measured["disk"]) < 4096  # what a checkpoint's small files take is an estimate
     assert done.outcome.as_dict()["actual_peak_bytes"] == {str(tier): nbytes for tier, nbytes in actual.items()}
 
 
@@ -287,35 +288,98 @@ def test_a_sketch_leaves_out_repeated_steps_and_has_the_same_device_floor(
             assert device_floor(sketch)[0] == device_floor(whole)[0]
 
 
-def test_a_resumed_run_takes_its_recorded_rollouts_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "stage", ["rollout step1/group1/response2", "reward step1/group0", "loss step1", "metrics step2"]
+)
+def test_a_resumed_run_samples_and_rewards_nothing_twice_and_ends_with_the_same_bits(
+    stage: str, tmp_path: Path
+) -> None:
     policy = save_policy(tmp_path / "policy", tiny_config("llama"))
+    calls: list[str] = []
+
+    def reward(sample: Sample) -> float:
+        calls.append(sample.place)
+        return len(calls) * 0.37 % 1  # another one at every call
 
     def planned() -> Forecast:
         space = sampled_space(policy, (20, 11), dtype=torch.float32, steps=3, groups_per_step=2)
+        space.rollout = replace(space.rollout, reward=reward)  # type: ignore[type-var]
         return forecast(space.lower(space.first()), budget(), load_profile("cpu"))
 
     with one_thread():
-        whole = execute(planned(), tmp_path / "whole")
+        execute(planned(), tmp_path / "whole")
+        assert len(calls) == len(set(calls)) == 18
+        calls.clear()
         with pytest.raises(KeyboardInterrupt):
-            execute(planned(), tmp_path / "again", observers=[StopAt("loss step1")])
-        execute(planned(), tmp_path / "again", again=True)
-        run = tmp_path / "run"
-        with pytest.raises(KeyboardInterrupt):
-            execute(planned(), run, observers=[StopAt("loss step1")])
-        recorded = [run / "results" / "rollouts" / f"step0000{step}.jsonl" for step in (0, 1)]
-        times = [file.stat().st_mtime_ns for file in recorded]
-        # What is recorded is what counts: one response is made another one, as if it had been drawn elsewhere.
-        lines = as_json_lines(recorded[1])
-        before = lines[0]["responses"][0]
-        lines[0]["responses"][0] = [(token + 1) % 61 for token in before]
-        recorded[1].write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        changed = execute(planned(), run, again=True)
-    checkpoints = [checkpoint_tensors(tmp_path / name / "results" / "checkpoint") for name in ("whole", "again")]
-    assert same_bits(*checkpoints)
-    assert recorded[0].read_bytes() == (tmp_path / "whole/results/rollouts/step00000.jsonl").read_bytes()
-    assert times[0] < recorded[0].stat().st_mtime_ns, "the file is written again, with the same text"
-    assert as_json_lines(recorded[1])[0]["responses"][0] != before
-    assert changed.results["loss"] != whole.results["loss"]
+            execute(planned(), tmp_path / "run", observers=[StopAt(stage)])
+        execute(planned(), tmp_path / "run", again=True)
+    assert len(calls) == len(set(calls)) == 18
+    whole, run = (tmp_path / name / "results" for name in ("whole", "run"))
+    assert same_bits(checkpoint_tensors(whole / "checkpoint"), checkpoint_tensors(run / "checkpoint"))
+    for file in ("metrics.jsonl", *(f"rollouts/step0000{step}.jsonl" for step in range(3))):
+        assert (whole / file).read_bytes() == (run / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-9], "is damaged: it is not the file that the journal says was written"),
+        (lambda data: data.replace(b"0", b"1", 1), "is damaged"),
+        (lambda data: b"", "is damaged"),
+    ],
+)
+def test_a_recorded_file_that_was_changed_is_refused_and_one_that_was_removed_is_made_again(
+    damage: Callable[[bytes], bytes], message: str, tmp_path: Path
+) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama"))
+
+    def planned() -> Forecast:
+        space = sampled_space(policy, (20,), dtype=torch.float32, steps=2, groups_per_step=1, checkpoint_every=1)
+        return forecast(space.lower(space.first()), budget(), load_profile("cpu"))
+
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        execute(planned(), run, observers=[StopAt("loss step1")])
+    file = run / "results" / "rollouts" / "step00000.jsonl"
+    data = file.read_bytes()
+    file.write_bytes(damage(data))
+    (run / "results" / "rollouts" / ".step00009.jsonl.1234abcd.partial").write_text("half")
+    with pytest.raises(RunDirectoryError, match=message):
+        execute(planned(), run, again=True)
+    assert (run / "results" / "checkpoint-1" / "config.json").is_file(), "nothing that was finished is lost"
+    file.unlink()
+    execute(planned(), run, again=True)
+    assert file.read_bytes() == data
+    assert not [path for path in run.rglob("*") if path.name.endswith(".partial")]
+
+
+def test_a_step_of_given_groups_has_no_metrics_of_the_sampled_step_before_it(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama"))
+    steps = [prompts_of((20,)), [random_group(1, 15, [4, 6])], [*prompts_of((9,)), random_group(2, 12, [3, 5])]]
+    plan = grpo_run(
+        name="mixed",
+        policy=str(policy),
+        steps=steps,
+        settings=GrpoSettings(dtype=torch.float64, page_tokens=8, optimizer=OPTIONS),
+        rollout=RolloutSettings(reward=vowels, group_size=3, max_response_tokens=7),
+    )
+    done = run_plan(plan, tmp_path / "run")
+    sampled, given_only, mixed = as_json_lines(done.run / "results" / "metrics.jsonl")
+    assert {"reward_mean", "response_tokens_mean", "sampling_drift_max"} <= set(sampled)
+    assert not {"reward_mean", "response_tokens_mean", "sampling_drift_max"} & set(given_only)
+    assert (given_only["responses"], mixed["responses"]) == (2, 5)
+    assert mixed["reward_mean"] != sampled["reward_mean"]
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "gspo", "cispo"])
+def test_a_sampled_step_with_any_loss_passes_its_audit_also_where_responses_are_cut_into_chunks(
+    loss: str, tmp_path: Path
+) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("qwen3"))
+    fixed = {"chunk_tokens": 4, "branches_at_once": 2, "head_rows": 3}
+    space = sampled_space(policy, (19, 6), loss=LossConfig(loss=loss, entropy_bonus=0.1), fixed=fixed)
+    report = audit(space, budget())
+    assert report["passed"], report
 
 
 @dataclass

@@ -17,6 +17,7 @@ from engine.errors import RunDirectoryError, StageFailedError, UsageError
 from engine.journal import (
     MAX_PAYLOAD_BYTES,
     Journal,
+    KeptFile,
     PlanRecord,
     Record,
     ResultRecord,
@@ -60,6 +61,7 @@ records: st.SearchStrategy[Record] = st.one_of(
         wall_s=st.floats(allow_nan=False),
     ),
     st.builds(SpillCommit, value=names, tier=names, checksums=sizes),
+    st.builds(KeptFile, path=names, nbytes=st.integers(0, 2**40), crc32c=st.integers(0, 2**32 - 1)),
     st.builds(ResultRecord, name=names, payload=plain),
     st.builds(RunFinished, results=plain),
 )

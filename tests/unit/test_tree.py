@@ -36,8 +36,7 @@ def trees_of(groups: list[Group]) -> list[Node]:
     """Return the trees of the groups, with responses numbered through."""
     firsts = [sum(len(group.responses) for group in groups[:index]) for index in range(len(groups))]
     return [
-        group_tree(group, name=f"g{first}", first_response=first)
-        for group, first in zip(groups, firsts, strict=True)
+        group_tree(group, name=f"g{first}", first_response=first) for group, first in zip(groups, firsts, strict=True)
     ]
 
 
