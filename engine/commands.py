@@ -49,7 +49,7 @@ def _guarded(arguments: argparse.Namespace) -> int:
         raise
     except KeyboardInterrupt:
         run = getattr(arguments, "started_run", None)
-        advice = f"; engine resume {run} finishes the step" if run else ""
+        advice = f"; engine resume {run} finishes the run" if run else ""
         print(f"engine: interrupted{advice}", file=sys.stderr)
         return INTERRUPTED
     except EngineError as error:
@@ -299,7 +299,7 @@ def _show_run(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    """Run an unfinished step again from its beginning, in the same directory; a finished one is left alone."""
+    """Run an unfinished run again from its beginning, in the same directory; a finished one is left alone."""
     from engine.journal import PlanRecord, RunFinished, read_journal
     from engine.run import RunDirectory
 

@@ -54,6 +54,12 @@ def error_origin(error: BaseException) -> str:
     return found
 
 
+def function_origin(function: object) -> str:
+    """Return the origin of a function's definition; empty where it has no code of its own."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else _origin(code.co_filename, code.co_firstlineno)
+
+
 def at(origin: str) -> str:
     """Return an origin as the end of a message: `` (my_plan.py line 12)``, or nothing."""
     return f" ({origin})" if origin else ""

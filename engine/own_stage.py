@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgpack
+
 from engine.errors import StageFailedError
 from engine.origin import at
 from engine.parts import TensorSpec, Value
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 REPORTED = "reported"
 FRESH = "reported since the last line of metrics"
+MOST_REPORT_BYTES = 16 * 1024
+# All results of a run are one record of its journal, which is capped; a report is a figure, not a table.
 OWN_NUMBERS = ("step", "epoch", "loss", "grad_norm", "learning_rate")
 # Where a run's results keep what stages reported, whatever other stages make of its metrics.
 
@@ -186,14 +190,20 @@ class _Reporter:
 
     def __call__(self, name: str, value: Any) -> None:
         """Report plain data; a tensor of one number counts as that. A name may come once in a line of metrics."""
-        if _is_tensor(value) and value.numel() == 1:
-            value = value.item()
+        if hasattr(value, "item") and hasattr(value, "reshape") and value.reshape(-1).shape[0] == 1:
+            value = value.item()  # a tensor or a numpy scalar
         results = self._context.results
         if name in OWN_NUMBERS:
             raise self._stage._error(self._context, f"reports {name!r}, a name that a line of metrics has; use another")
         if name in results.setdefault(FRESH, []):
             raise self._stage._error(self._context, f"reports {name!r}, which was reported before; use another name")
-        if not _is_plain({name: value}):
+        if (nbytes := _packed_bytes({name: value})) is not None and nbytes > MOST_REPORT_BYTES:
+            raise self._stage._error(
+                self._context,
+                f"reports {name!r} with {nbytes} bytes, more than the {MOST_REPORT_BYTES} that a journal takes; report "
+                "a summary, and return the rest as an output",
+            )
+        if nbytes is None:
             raise self._stage._error(
                 self._context, f"reports {name!r} as {_shown(value)}; report numbers, text, lists and dicts of them"
             )
@@ -223,12 +233,13 @@ def _is_tensor(item: object) -> bool:
     return isinstance(item, torch.Tensor)
 
 
-def _is_plain(item: object) -> bool:
-    if isinstance(item, dict):
-        return all(isinstance(key, str) and _is_plain(part) for key, part in item.items())
-    if isinstance(item, list):
-        return all(_is_plain(part) for part in item)
-    return item is None or isinstance(item, bool | int | float | str)
+def _packed_bytes(report: dict[str, Any]) -> int | None:
+    """Return the size of a report in the journal; None if it is not plain data, or can't be written as it is."""
+    try:
+        data = msgpack.packb(report, strict_types=True)
+        return len(data) if msgpack.packb(msgpack.unpackb(data)) == data else None
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return None
 
 
 def _dtype(tensor: torch.Tensor) -> str:

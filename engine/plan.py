@@ -127,6 +127,8 @@ class Plan:
     values: dict[str, Value] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     _order: list[Stage] = field(default_factory=list)
+    _arrays: set[str] = field(default_factory=set)  # where Values' tensors are on disk, and the folders above them
+    _folders: set[str] = field(default_factory=set)
     _own: tuple[int, int] | None = None  # how many stages and Values were there when it was handed over
     _numbers: dict[str, int] = field(default_factory=dict)  # the last number given to a repeated name
 
@@ -143,8 +145,22 @@ class Plan:
             raise PlanError(f"Value {name!r} has no tier, or a tensor without elements: {dict(value.tensors)}{where}")
         if Tier.DISK in value.tiers and not value.provided and not _ON_DISK.fullmatch(name):
             raise PlanError(f"Value {name!r} can't go to disk by that name; use letters, digits and _ . + - /{where}")
+        self._check_paths(value)
         self.values[name] = value
         return value
+
+    def _check_paths(self, value: Value) -> None:
+        """Refuse a name that would be a folder of the disk where another Value's name is an array, or the other way."""
+        paths = [f"{value.name}/{key}" for key in value.tensors]
+        above = [value.name.rsplit("/", cut)[0] for cut in range(value.name.count("/") + 1)]
+        taken = [path for path in above if path in self._arrays] or [path for path in paths if path in self._folders]
+        if taken:
+            raise PlanError(
+                f"Value {value.name!r} can't be on disk beside the Value that has {taken[0]!r} there; "
+                f"give it another name{at(value.origin)}"
+            )
+        self._arrays.update(paths)
+        self._folders.update(above)
 
     def accumulator(self, name: str, tensors: TensorSpec | Mapping[str, TensorSpec]) -> Value:
         """Declare a Value that is born zero, changed by one stage after another and read after all of them."""
@@ -245,6 +261,8 @@ class Plan:
             values=dict(list(self.values.items())[:values]),
             stages=dict(list(self.stages.items())[:stages]),
             _order=[],
+            _arrays=set(self._arrays),
+            _folders=set(self._folders),
             _own=(stages, values),
             _numbers={},
         )

@@ -207,7 +207,7 @@ def execute(
 ) -> Outcome:
     """Run a forecast plan in a new run directory and return what it reports.
 
-    With ``again`` the directory is that of an unfinished run, whose step begins again from its beginning.
+    With ``again`` the directory is that of an unfinished run, which begins again from its beginning.
 
     ``plan_source`` is kept beside the journal, ``recipe`` in it: what a resume needs to build the same plan.
     ``wanted`` are extra outputs, ``{tap: path}``. ``recording`` (`new_recording`) is for callers that want the times;

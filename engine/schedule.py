@@ -206,8 +206,8 @@ class _Scheduler:
     def run(self) -> Schedule:
         if self.staging_bytes > self.ledger.free(Tier.HOST):
             raise DoesNotFitError(
-                f"the disk is needed, and with it a host buffer of {format_bytes(self.staging_bytes)} (the largest piece "
-                f"of any Value that may go there), but the host budget is "
+                f"the disk is needed, and with it a host buffer of {format_bytes(self.staging_bytes)} (the largest "
+                f"piece of any Value that may go there), but the host budget is "
                 f"{format_bytes(self.ledger.budget.host_bytes)}; give at least --budget host={self.staging_bytes}, or "
                 "more device"
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import textwrap
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,8 @@ def _outside(item: object, seen: set[int]) -> object:
         return item if not isinstance(item, int) or item.bit_length() < 64 else str(item)
     if isinstance(item, list | tuple | dict | set | frozenset) and len(item) > _LARGEST_ITEMS:
         return [type(item).__name__, len(item)]
+    if isinstance(item, re.Pattern):
+        return [str(item.pattern), item.flags]
     if isinstance(item, list | tuple):
         return [_outside(part, seen) for part in item]
     if isinstance(item, dict):
@@ -133,4 +136,4 @@ def _class_source(kind: type) -> str:
         file = inspect.getsourcefile(kind)
         return inspect.getsource(kind) if file is not None and is_users(file) else name
     except (OSError, TypeError):
-        return name
+        return kind.__qualname__  # made by a call, such as a named tuple: its module's name follows the file's

@@ -141,7 +141,9 @@ class TorchMachine:
             raise
         except EngineError as error:
             raise StageFailedError(f"stage {stage.name} failed: {error}{at(error_origin(error))}") from error
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also what asyncio and others raise outside of Exception
             where = at(error_origin(error) or stage.origin)
             raise StageFailedError(f"stage {stage.name} failed: {type(error).__name__}: {error}{where}") from error
 

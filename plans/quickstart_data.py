@@ -86,8 +86,7 @@ def _template_around_document(tokenizer: PreTrainedTokenizerBase) -> tuple[list[
     """Return the ids that come before and after the document."""
     if tokenizer.chat_template is None:
         raise UsageError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; "
-            f"use a chat model, or a plan of your own"
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use a chat model, or a plan of your own"
         )
     # No system message: some templates refuse it, and those that want one put in their own.
     messages = [{"role": "user", "content": INSTRUCTION + PLACEHOLDER + QUESTION}]

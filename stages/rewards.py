@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from engine.errors import StageFailedError
+from engine.origin import at, function_origin
 from engine.plan import Stage, TensorSpec, Value, digest
 from engine.worker import StageContext
 from stages import names
@@ -115,7 +116,9 @@ class SampledGroup:
                 config={"function": reward_function, "data": data},
                 reads=(rollout,),
                 writes=(rewards.name,),
-                workspace_bytes=rewards.nbytes,
+                workspace_bytes=rewards.nbytes + self.rollout.workspace_bytes,
+                declared_bytes=self.rollout.workspace_bytes,
+                origin=function_origin(self.rollout.reward),
             ),
             Stage(
                 name=f"advantages {self.name}",
@@ -129,7 +132,9 @@ class SampledGroup:
                 },
                 reads=(rollout, rewards.name),
                 writes=(advantages.name,),
-                workspace_bytes=advantages.nbytes,
+                workspace_bytes=advantages.nbytes + self.rollout.workspace_bytes,
+                declared_bytes=self.rollout.workspace_bytes,
+                origin=function_origin(self.rollout.advantage),
             ),
         )
 
@@ -176,7 +181,8 @@ class SampledGroup:
         """
         found = recorded.get("rewards")
         if found is None:
-            found = [_number(self.rollout.reward(sample), "reward", sample) for sample in self.samples(context)]
+            where = at(function_origin(self.rollout.reward))
+            found = [_number(self.rollout.reward(sample), "reward", sample, where) for sample in self.samples(context)]
         _fill(context.tensors(self.rewards_name)["values"], found)
 
     def give_advantages(self, context: StageContext, recorded: Mapping[str, Any]) -> None:
@@ -214,13 +220,14 @@ class SampledGroup:
 
     def _given(self, samples: Sequence[Sample], rewards: Sequence[float]) -> Sequence[float | list[float]]:
         assert self.rollout.advantage is not None
+        where = at(function_origin(self.rollout.advantage))
         found = list(self.rollout.advantage(samples, rewards))
         if len(found) != len(samples):
             raise StageFailedError(
                 f"the advantage function returned {len(found)} entries for {len(samples)} responses of step "
-                f"{self.step}, group {self.group}; return one a response"
+                f"{self.step}, group {self.group}; return one a response{where}"
             )
-        return [_one_or_many(value, sample) for value, sample in zip(found, samples, strict=True)]
+        return [_one_or_many(value, sample, where) for value, sample in zip(found, samples, strict=True)]
 
 
 def rollout_metrics(context: StageContext, groups: Sequence[SampledGroup]) -> dict[str, float]:
@@ -246,21 +253,22 @@ def _fill(out: torch.Tensor, numbers: Sequence[Any]) -> None:
     out.copy_(torch.tensor(numbers, dtype=out.dtype, device=out.device))
 
 
-def _one_or_many(value: Any, sample: Sample) -> float | list[float]:
+def _one_or_many(value: Any, sample: Sample, where: str) -> float | list[float]:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        return _number(value, "advantage", sample)
+        return _number(value, "advantage", sample, where)
     if len(value) != len(sample.token_ids):
         raise StageFailedError(
             f"{sample.place}: the advantage function returned {len(value)} numbers for {len(sample.token_ids)} tokens"
+            f"{where}"
         )
-    return [_number(item, "advantage", sample) for item in value]
+    return [_number(item, "advantage", sample, where) for item in value]
 
 
-def _number(value: Any, what: str, sample: Sample) -> float:
+def _number(value: Any, what: str, sample: Sample, where: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise StageFailedError(f"{sample.place}: the {what} function returned {value!r}; return a finite number")
+        raise StageFailedError(f"{sample.place}: the {what} function returned {value!r}; return a finite number{where}")
     return number

@@ -83,6 +83,7 @@ class RolloutSettings:
             one number a token. None means (reward - mean) / (std + 1e-4), as `stages.advantages` has it.
         stop_token_ids: a response ends with the first of these; None means those of the policy and its tokenizer.
         greedy: take the likeliest token instead of a random one.
+        workspace_bytes: device bytes of tensors that the functions make, at their peak; most make none.
     """
 
     reward: Callable[[Sample], float]
@@ -91,8 +92,11 @@ class RolloutSettings:
     advantage: Callable[[Sequence[Sample], Sequence[float]], Sequence[float | Sequence[float]]] | None = None
     stop_token_ids: tuple[int, ...] | None = None
     greedy: bool = False
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
+        if self.workspace_bytes:
+            check_count("workspace_bytes", self.workspace_bytes)
         check_count("group_size", self.group_size)
         check_count("max_response_tokens", self.max_response_tokens)
 

@@ -355,7 +355,11 @@ def test_a_recorded_file_that_was_changed_is_refused_and_one_that_was_removed_is
 
 def test_a_step_of_given_groups_has_no_metrics_of_the_sampled_step_before_it(tmp_path: Path) -> None:
     policy = save_policy(tmp_path / "policy", tiny_config("llama"))
-    steps = [prompts_of((20,)), [random_group(1, 15, [4, 6])], [*prompts_of((9,)), random_group(2, 12, [3, 5])]]
+    steps: list[list[Group | Prompt]] = [
+        [*prompts_of((20,))],
+        [random_group(1, 15, [4, 6])],
+        [*prompts_of((9,)), random_group(2, 12, [3, 5])],
+    ]
     plan = grpo_run(
         name="mixed",
         policy=str(policy),

@@ -96,7 +96,7 @@ def test_a_prompt_with_no_room_for_a_document_is_refused_with_the_number_it_need
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"has no chat template; use a chat model, or give your own rollouts"):
+    with pytest.raises(UsageError, match=r"has no chat template; use a chat model, or a plan of your own"):
         documentation_prompt(make_tokenizer(["text"], chat_template=None))
 
 
