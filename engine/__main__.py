@@ -15,7 +15,9 @@ if __name__ == "__main__" and sys.path and sys.path[0] in ("", os.getcwd()):
 import argparse
 from collections.abc import Sequence
 
-_PLAN_HELP = "a plan file, or the name of a shipped plan (quickstart, from_rollouts, tiny_dense, custom_stage, learn_tiny)"
+_PLAN_HELP = (
+    "a plan file, or the name of a shipped plan (quickstart, from_rollouts, tiny_dense, custom_stage, learn_tiny)"
+)
 
 
 def _parser() -> argparse.ArgumentParser:

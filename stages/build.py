@@ -193,8 +193,8 @@ class RunBuilder:
         self.plan.add(stage)
 
     def _add_checkpoint(self, name: str) -> None:
-        policy, tokenizer, dtype = self.policy, self.space.tokenizer, self._checkpoint_dtype
-        nbytes = checkpoint.checkpoint_bytes(self.parameters, policy, dtype.itemsize)
+        tokenizer, dtype = self.space.tokenizer, self._checkpoint_dtype
+        nbytes = checkpoint.checkpoint_bytes(self.parameters, self.policy, dtype.itemsize)
         copied = sum(spec.num_elements for spec in self.parameters.values()) * dtype.itemsize
         self.plan.value(
             Value(
@@ -209,7 +209,7 @@ class RunBuilder:
             Stage(
                 name=name,
                 kind="checkpoint",
-                run=lambda context: checkpoint.save(context, policy, tokenizer, dtype, name),
+                run=lambda context: checkpoint.save(context, tokenizer, dtype, name),
                 config={"dtype": dtype_name(dtype)},
                 reads=(names.WEIGHTS,),
                 writes=(name,),

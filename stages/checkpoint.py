@@ -33,7 +33,7 @@ def load(context: StageContext, policy: PolicySource, dtype: torch.dtype, seed: 
     context.provide(names.WEIGHTS, tensors=(tensor.detach() for tensor in tensors), item=model)
 
 
-def save(context: StageContext, policy: PolicySource, tokenizer: Any, dtype: torch.dtype, name: str) -> None:
+def save(context: StageContext, tokenizer: Any, dtype: torch.dtype, name: str) -> None:
     """Write the weights as the checkpoint ``name`` in ``dtype`` and report its path."""
     hf = context.item(names.WEIGHTS).hf
     target = context.directory / name

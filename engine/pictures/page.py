@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.budget import Tier
 from engine.errors import UsageError
-from engine.pictures.collapse import OTHERS, Node, collapse
+from engine.pictures.collapse import OTHERS, collapse
 from engine.pictures.colours import colours_of
 from engine.pictures.drawing import draw_svg
 from engine.pictures.figures import budget_words, bytes_figure, timeline_figure
@@ -134,11 +134,6 @@ def _number(data: Mapping[str, Any], key: str, show: Any = format_bytes) -> str:
     return (
         f'<td class="n" data-key="{html.escape(key)}" data-value="{json.dumps(value)}">{html.escape(show(value))}</td>'
     )
-
-
-def _plain(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return html.escape(text)
 
 
 def _table(header: Sequence[str], rows: Iterable[str], name: str = "") -> str:
@@ -283,7 +278,7 @@ def _seconds(seconds: float) -> str:
 def _graph(forecast: Forecast, stages: Sequence[StageTimes], colours: Mapping[str, str]) -> str:
     picture = collapse(forecast.plan, MOST_NODES)
     by_name = {item.predicted.name: item for item in stages}
-    hints = [_hint(node, [by_name[name] for name in node.stages]) for node in picture.nodes]
+    hints = [_hint([by_name[name] for name in node.stages]) for node in picture.nodes]
     words = ["Alike stages are one box."] if any(len(node.stages) > 1 for node in picture.nodes) else []
     words.append("An arrow means: must run before; those that others imply are left out.")
     if picture.num_back:
@@ -293,7 +288,7 @@ def _graph(forecast: Forecast, stages: Sequence[StageTimes], colours: Mapping[st
     return f'<h2>Plan</h2>\n<p class="about">{" ".join(words)}</p>\n<div class="wide">{drawing}</div>'
 
 
-def _hint(node: Node, items: Sequence[StageTimes]) -> str:
+def _hint(items: Sequence[StageTimes]) -> str:
     ran = any(item.measured is not None for item in items)
     words = ["predicted", *(["measured"] if ran else []), "planned on the device", *(["measured there"] if ran else [])]
     return "\n".join(f"{word}: {figure}" for word, figure in zip(words, _figures_of(items, ran), strict=True))

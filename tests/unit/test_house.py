@@ -38,7 +38,7 @@ PURE_CORE = [
 OPTIONAL_IMPORTS = {"flash_attn", "fla", "torch_memory_saver"}
 
 TEXT_SUFFIXES = {"", ".py", ".md", ".toml", ".txt", ".cfg", ".yaml", ".yml", ".json", ".sh", ".html", ".jinja"}
-NOT_OURS = {"build", "dist", "runs", "shared", "venv", "__pycache__"}
+NOT_OURS = {"build", "dist", "runs", "venv", "__pycache__"}
 # A path of somebody's own machine, or the address of a package registry, means nothing to the next reader.
 PRIVATE_TEXT = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w|pypi\.org|pythonhosted\.org")
 
