@@ -67,7 +67,9 @@ class StageFunction(Generic[Result]):
     origin: str
 
     def __post_init__(self) -> None:
-        name, where = self.function.__name__, at(self.origin)
+        name, where = getattr(self.function, "__name__", repr(self.function)), at(self.origin)
+        if inspect.iscoroutinefunction(self.function) or inspect.isgeneratorfunction(self.function):
+            raise PlanError(f"stage function {name} is a coroutine or a generator; a stage is a plain function{where}")
         if not name.isidentifier():
             raise PlanError(f"@stage needs a function with a name, not {name}; define it with def{where}")
         parameters = self._signature.parameters

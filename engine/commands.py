@@ -86,7 +86,7 @@ def _budget(arguments: argparse.Namespace, plan: Plan, directory: Path) -> Budge
 
 
 def _check_pictures(arguments: argparse.Namespace) -> None:
-    """Say at once that a trace or a report can't be written. Raises UsageError."""
+    """Say at once that an output can't be written, or would take the place of another. Raises UsageError."""
     from engine.pictures.page import check_report_packages
     from engine.run import check_writable
 
@@ -95,8 +95,14 @@ def _check_pictures(arguments: argparse.Namespace) -> None:
             check_writable(path)
     if arguments.report is not None:
         check_report_packages()
-        if arguments.trace is not None and os.path.abspath(arguments.trace) == os.path.abspath(arguments.report):
-            raise UsageError(f"--trace and --report both name {arguments.report!r}; give each a file of its own")
+    outputs = {"--trace": arguments.trace, "--report": arguments.report}
+    outputs["--save-gradients"] = getattr(arguments, "save_gradients", None)
+    taken = {os.path.realpath(arguments.plan): "the plan"} if hasattr(arguments, "plan") else {}
+    for flag, path in outputs.items():
+        if path is not None:
+            other = taken.setdefault(os.path.realpath(path), flag)
+            if other != flag:
+                raise UsageError(f"{flag} names {path!r}, which is {other}'s file; give each a file of its own")
 
 
 def _write_trace(arguments: argparse.Namespace, *recordings: Recording) -> None:

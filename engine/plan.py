@@ -137,6 +137,7 @@ class Plan:
     def value(self, value: Value) -> Value:
         """Declare a Value and return it. Raises PlanError if the name is taken or the Value can't be kept."""
         name, where = value.name, at(value.origin)
+        _check_name("Value", name, where)
         if name in self.values:
             raise PlanError(f"plan {self.name!r} has two Values named {name!r}; give each a name of its own{where}")
         if value.provided and len(value.tiers) != 1:
@@ -185,6 +186,7 @@ class Plan:
     def add(self, stage: Stage) -> Stage:
         """Add a stage and return it. Raises PlanError if the name is taken or a Value was not declared."""
         where = at(stage.origin)
+        _check_name("stage", stage.name, where)
         if stage.name in self.stages:
             raise PlanError(
                 f"plan {self.name!r} has two stages named {stage.name!r}; give each a name of its own{where}"
@@ -341,6 +343,11 @@ def _piece_rows(spec: TensorSpec) -> int:
 @lru_cache(maxsize=1024)
 def _largest_divisor(number: int, *, at_most: int) -> int:
     return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
+
+
+def _check_name(kind: str, name: object, where: str) -> None:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise PlanError(f"a {kind} is named {name!r}; give it a name of printable characters{where}")
 
 
 def digest(data: object) -> str:

@@ -33,6 +33,8 @@ from engine.errors import RunDirectoryError, UsageError
 
 METRICS_FILE = "metrics.jsonl"
 PARTIAL_SUFFIX = ".partial"
+LONGEST_NAME_BYTES = 200
+# File systems take 255; what a file is called until it is whole is longer than its name.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +156,16 @@ def check_writable(path: str) -> None:
     """Say at once, not at the end of a run, that a file asked for can't be written.
 
     Raises:
-        UsageError: its folder does not exist or may not be written, or something that is no regular file is there.
+        UsageError: its folder does not exist or may not be written, its name is too long, or something that is no
+            regular file is there (a link would be replaced, not followed).
     """
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise UsageError(f"can't write {path!r}: its folder does not exist; create it first")
-    if not Path(path).name or path.endswith("/") or (Path(path).exists() and not Path(path).is_file()):
+    if len(os.fsencode(Path(path).name)) > LONGEST_NAME_BYTES:
+        raise UsageError(f"can't write {path!r}: a name of more than {LONGEST_NAME_BYTES} bytes; give a shorter one")
+    exists = os.path.lexists(path)
+    if not Path(path).name or path.endswith("/") or (exists and (Path(path).is_symlink() or not Path(path).is_file())):
         raise UsageError(f"can't write {path!r}: it is no regular file; name one, or one that is not there yet")
     if not os.access(folder, os.W_OK):
         raise UsageError(f"can't write {path!r}: no permission to write in its folder; name another place")

@@ -6,6 +6,7 @@ An empty or fully masked response stays in its group: it counts in the baseline 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -59,6 +60,15 @@ class Prompt:
     source: str = "prompt"
 
     def __post_init__(self) -> None:
+        try:
+            wrong = [token for token in self.token_ids if isinstance(token, bool)]
+            object.__setattr__(self, "token_ids", tuple(operator.index(token) for token in self.token_ids))
+        except TypeError as error:
+            raise UsageError(
+                f"{self.source}: its token ids are not whole numbers ({error}); give a tuple of ids"
+            ) from error
+        if wrong:
+            raise UsageError(f"{self.source}: {wrong[0]!r} is no token id; give a tuple of whole numbers")
         try:
             digest(self.data)
         except TypeError as error:

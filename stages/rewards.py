@@ -58,7 +58,10 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledGroup:
-    """A prompt of a step with how its responses are made; knows the stages and Values that hang on them."""
+    """A prompt of a step with how its responses are made; knows the stages and Values that hang on them.
+
+    ``token_text_bytes`` is the most that a token's text takes, 0 without a tokenizer.
+    """
 
     prompt: Prompt
     step: int
@@ -66,6 +69,7 @@ class SampledGroup:
     rollout: RolloutSettings
     stop_token_ids: tuple[int, ...]
     tokenizer: Any
+    token_text_bytes: int
     scale_advantages: bool
     baseline: Baseline
 
@@ -234,12 +238,14 @@ def rollout_metrics(context: StageContext, groups: Sequence[SampledGroup]) -> di
     """Return what metrics say of a step's sampled responses."""
     samples = [sample for group in groups for sample in group.samples(context)]
     rewards = [reward for group in groups for reward in group.rewards(context)]
-    mean = math.fsum(rewards) / len(rewards)
+    scale = max(map(abs, rewards)) or 1.0  # squares of large rewards would not be numbers
+    mean = scale * (math.fsum(reward / scale for reward in rewards) / len(rewards))
+    squares = math.fsum(((reward - mean) / scale) ** 2 for reward in rewards)
     lengths = [len(sample.token_ids) for sample in samples]
     silent = sum(not any(any(row) for row in group.advantages(context)) for group in groups)
     return {
         "reward_mean": mean,
-        "reward_std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
+        "reward_std": scale * math.sqrt(squares / len(rewards)),
         "reward_min": min(rewards),
         "reward_max": max(rewards),
         "response_tokens_mean": sum(lengths) / len(lengths),
@@ -254,6 +260,8 @@ def _fill(out: torch.Tensor, numbers: Sequence[Any]) -> None:
 
 
 def _one_or_many(value: Any, sample: Sample, where: str) -> float | list[float]:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
         return _number(value, "advantage", sample, where)
     if len(value) != len(sample.token_ids):

@@ -7,6 +7,7 @@ in the plan.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -95,6 +96,16 @@ class RolloutSettings:
     workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("reward", "advantage"):
+            given = getattr(self, name)
+            if not callable(given) and (given is not None or name == "reward"):
+                raise UsageError(f"{name}={given!r} is no function; give one that takes what was sampled")
+        if self.stop_token_ids is not None:
+            try:
+                stops = tuple(operator.index(token) for token in self.stop_token_ids)
+            except TypeError as error:
+                raise UsageError(f"stop_token_ids={self.stop_token_ids!r} must be a tuple of token ids") from error
+            object.__setattr__(self, "stop_token_ids", stops)
         if self.workspace_bytes:
             check_count("workspace_bytes", self.workspace_bytes)
         check_count("group_size", self.group_size)

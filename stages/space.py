@@ -73,6 +73,12 @@ class GrpoSpace:
         return self.policy.stop_token_ids(self.tokenizer)
 
     @cached_property
+    def _token_text_bytes(self) -> int:
+        """The bytes of the longest token's text, as its vocabulary spells it (no shorter than the text itself)."""
+        vocabulary = self.tokenizer.get_vocab() if self.tokenizer is not None and self.samples else {}
+        return max((len(token.encode()) for token in vocabulary), default=0)
+
+    @cached_property
     def loss(self) -> LossConfig:
         """The loss; its norm by the longest response is, where responses are sampled, by the longest allowed."""
         config, rollout = self.settings.loss, self.rollout
@@ -138,6 +144,7 @@ class GrpoSpace:
             rollout=self.rollout,
             stop_token_ids=self.stop_token_ids,
             tokenizer=self.tokenizer,
+            token_text_bytes=self._token_text_bytes,
             scale_advantages=self.settings.loss.scale_advantages,
             baseline=self.settings.baseline,
         )

@@ -29,11 +29,15 @@ from stages.sampling import SampleWork
 
 ROLLOUTS_FOLDER = "rollouts"
 
-_BYTES_A_TOKEN = 96
-_BYTES_A_PROMPT_TOKEN = 12
-_BYTES_A_GROUP = 1000
-# Room in the disk budget for a token's id, log-probability, advantage and text, for a prompt's id, and for what a line
-# has besides. Ample for text in any script; what a file really took is in the prediction at actual sizes.
+_BYTES_AN_ID = 12
+_BYTES_A_NUMBER = 27
+_BYTES_A_RESPONSE = 100
+_BYTES_A_GROUP = 300
+# What these take in a line, at most: ids below 10^10 and numbers in full precision with their separators, the keys of a
+# response and its reward, the keys of a group.
+_ESCAPED = 2
+# JSON writes quotes, backslashes and line breaks as two characters. (Other control characters take six; a response is
+# not made of those.)
 
 
 def rollouts_file(step: int) -> str:
@@ -76,11 +80,7 @@ class StepRecord:
     @property
     def value(self) -> Value:
         """The file, at its largest."""
-        nbytes = sum(
-            len(group.prompt.token_ids) * _BYTES_A_PROMPT_TOKEN + group.max_tokens * _BYTES_A_TOKEN + _BYTES_A_GROUP
-            for group in self.groups
-        )
-        return file_value(f"{names.step_prefix(self.step)}rollouts", nbytes)
+        return file_value(f"{names.step_prefix(self.step)}rollouts", sum(_most_bytes(group) for group in self.groups))
 
     def rollouts_stage(self) -> Stage:
         """Return the stage that writes the file once everything is sampled."""
@@ -167,6 +167,14 @@ class StepRecord:
         nbytes = (context.directory / rollouts_file(self.step)).stat().st_size
         self.sampled.file_bytes[self.value.name] = nbytes
         return nbytes
+
+
+def _most_bytes(group: SampledGroup) -> int:
+    """Return the bytes of a group's line with responses at their longest."""
+    advantage = 0 if group.rollout.advantage is None else _BYTES_A_NUMBER
+    token = _BYTES_AN_ID + _BYTES_A_NUMBER + advantage + _ESCAPED * group.token_text_bytes
+    responses = group.rollout.group_size * _BYTES_A_RESPONSE
+    return len(group.prompt.token_ids) * _BYTES_AN_ID + group.max_tokens * token + responses + _BYTES_A_GROUP
 
 
 def _ids(record: dict[str, Any]) -> list[list[int]]:
