@@ -74,10 +74,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    arguments = _parser().parse_args(argv)
-    from engine.commands import run_command
+    try:
+        arguments = _parser().parse_args(argv)
+        from engine.commands import run_command
 
-    return run_command(arguments)
+        return run_command(arguments)
+    except KeyboardInterrupt:  # while still being loaded; commands have their own words for it
+        print("engine: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

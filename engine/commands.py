@@ -49,7 +49,7 @@ def _guarded(arguments: argparse.Namespace) -> int:
         raise
     except KeyboardInterrupt:
         run = getattr(arguments, "started_run", None)
-        advice = f"; engine resume {run} finishes the run" if run else ""
+        advice = f"; engine resume {run} repeats it from its beginning; what was sampled is kept" if run else ""
         print(f"engine: interrupted{advice}", file=sys.stderr)
         return INTERRUPTED
     except EngineError as error:
@@ -176,7 +176,7 @@ def _refuse_full_directory(run: Path) -> None:
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise UsageError(
             f"run directory {str(run)!r} exists and is not empty; "
-            f"finish it with engine resume {run}, or name another with --run"
+            f"engine resume {run} finishes it if it is unfinished; else name another with --run"
         )
 
 

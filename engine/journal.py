@@ -282,6 +282,11 @@ def _frame(content: list[object]) -> bytes:
 _HEADER_FRAME = _frame(["header", {"magic": MAGIC, "version": VERSION}])
 
 
+def check_record(record: Record) -> None:
+    """Raise UsageError if ``record`` can't be written to a journal."""
+    _encode_frame(record)
+
+
 def _encode_frame(record: Record) -> bytes:
     tag = _TAG_BY_CLASS.get(type(record))
     if tag is None:

@@ -101,7 +101,8 @@ class OwnStage:
     def _only_read(self, context: StageContext) -> Iterator[tuple[str, torch.Tensor]]:
         for value in values_in(dict(self.arguments)):
             if value.name not in self.updated:
-                yield from ((value.name, tensor) for tensor in self._tensors(context, value.name).values())
+                tensors = self._tensors(context, value.name).values()
+                yield from ((value.name, tensor) for tensor in (*tensors, *context.handed_over(value.name)))
 
     # The call
 

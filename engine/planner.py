@@ -32,6 +32,7 @@ class Forecast:
     makespan_s: float
     stage_s: dict[str, float]
     moved_bytes: dict[str, int]
+    transfer_s: float
     smallest_device_bytes: int
     recording: Recording
 
@@ -64,7 +65,7 @@ def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
     smallest_bytes, smallest_stage = device_floor(smallest)
     if smallest_bytes > budget.device_bytes:
         raise DoesNotFitError(
-            _refusal(smallest_stage, smallest_bytes, budget),
+            _refusal(smallest_stage, smallest_bytes, budget, has_choices=plan.space is not None),
             report=_report(_whole(plan, smallest), smallest_stage.name, smallest_bytes, budget),
         )
     chosen = _choose(plan, budget, smallest)
@@ -85,6 +86,7 @@ def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
         makespan_s=machine.clock_s,
         stage_s=machine.stage_s,
         moved_bytes=machine.moved_bytes,
+        transfer_s=machine.transfer_s,
         smallest_device_bytes=smallest_bytes,
         recording=recording,
     )
@@ -134,11 +136,12 @@ def _whole(plan: Plan, sketch: Plan) -> Plan:
     return plan.lowered({name: sketch.choices[name] for name in plan.space.first()})
 
 
-def _refusal(stage: Stage, need: int, budget: Budget) -> str:
+def _refusal(stage: Stage, need: int, budget: Budget, *, has_choices: bool) -> str:
     where = at(stage.origin) if stage.declared_bytes is not None else ""  # a stage of a person's own
+    smallest = " at the smallest choices" if has_choices else ""
     return (
-        f"does not fit: stage {stage.name} needs {format_bytes(need)} ({need} bytes) on the device at the smallest "
-        f"choices, the budget has {format_bytes(budget.device_bytes)} ({budget.device_bytes} bytes); "
+        f"does not fit: stage {stage.name} needs {format_bytes(need)} ({need} bytes) on the device{smallest}, "
+        f"the budget has {format_bytes(budget.device_bytes)} ({budget.device_bytes} bytes); "
         f"give --budget device={need} or more, or a smaller plan{where}"
     )
 

@@ -52,7 +52,7 @@ def describe_forecast(forecast: Forecast) -> str:
     lines = [
         *_notes(forecast.plan),
         f"plan {forecast.plan.name}: fits; {len(forecast.schedule.stages)} stages, "
-        f"about {format_seconds(forecast.makespan_s)}",
+        f"about {format_seconds(forecast.makespan_s)}{_transfer_part(forecast)}",
         table(["tier", "budget", "predicted peak"], rows),
         f"choices: {choices or 'none'}",
         f"the device peak is reached in stage {forecast.schedule.binding_stage}",
@@ -83,6 +83,13 @@ def describe_outcome(forecast: Forecast, outcome: Outcome, run: str, comparison:
         f"run: {run} (metrics in results/metrics.jsonl)",
     ]
     return "\n".join(lines)
+
+
+def _transfer_part(forecast: Forecast) -> str:
+    """Say how much of the time goes into copies, where that is more than a little of it."""
+    if forecast.transfer_s < 0.01 * forecast.makespan_s:
+        return ""
+    return f", {format_seconds(forecast.transfer_s)} of it copies between tiers (they do not overlap with work)"
 
 
 def _peak_table(forecast: Forecast, outcome: Outcome) -> str:

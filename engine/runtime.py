@@ -31,6 +31,7 @@ from engine.journal import (
     SpillCommit,
     StageCommit,
     StageIntent,
+    check_record,
     read_journal,
 )
 from engine.memory import DEVICE, HOST, LiveBytes, peak_rss_bytes, release_freed_memory
@@ -223,6 +224,7 @@ def execute(
     if again:
         directory = RunDirectory.open(run_path)
         return _execute_in(directory, forecast, taps, plan_source, recipe or {}, observers, recording, again=True)
+    check_record(_plan_record(forecast, recipe or {}))  # before anything is written
     directory = RunDirectory.create(run_path)
     try:
         return _execute_in(directory, forecast, taps, plan_source, recipe or {}, observers, recording, again=False)
@@ -276,7 +278,8 @@ def _leave_metrics(directory: RunDirectory, outcome: Outcome) -> None:
     """Write the run's numbers as one line, unless its stages have written a line for each of several updates."""
     path = directory.results_path / METRICS_FILE
     if not path.exists():
-        line = {name: outcome.results.get(name) for name in ("loss", "grad_norm")} | outcome.results.get("metrics", {})
+        numbers = {name: outcome.results[name] for name in ("loss", "grad_norm") if name in outcome.results}
+        line = numbers | outcome.results.get("metrics", {})
         atomic_write_text(path, json.dumps(finite(line), allow_nan=False) + "\n")
 
 

@@ -15,13 +15,14 @@ from engine.plan import Plan, Stage, Value
 
 @dataclass
 class SimulatedMachine:
-    """Carries out instructions on a virtual clock (``clock_s``), counting the bytes moved per route."""
+    """Carries out instructions on a virtual clock (``clock_s``), counting the bytes moved per route and their time."""
 
     plan: Plan
     profile: HardwareProfile
     clock_s: float = 0.0
     stage_s: dict[str, float] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
+    transfer_s: float = 0.0
     where: dict[str, Tier] = field(default_factory=dict)
 
     def reserve(self, staging_bytes: int) -> None:
@@ -60,4 +61,5 @@ class SimulatedMachine:
             seconds += nbytes / self.profile.host_link_bytes_per_s
         if Tier.DISK in (source, target):
             seconds += nbytes / self.profile.disk_bytes_per_s
+        self.transfer_s += seconds
         return seconds

@@ -43,11 +43,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass
 class Held:
-    """What exists of a Value."""
+    """What exists of a Value; ``handed_over`` are the tensors of one that its stage provided."""
 
     tier: Tier
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     item: Any = None
+    handed_over: tuple[torch.Tensor, ...] = ()
     written: set[tuple[str, int]] = field(default_factory=set)  # pieces that exist on disk
 
 
@@ -279,8 +280,8 @@ class StageContext:
     def provide(self, name: str, tensors: Iterable[torch.Tensor] = (), item: Any = None, disk_bytes: int = 0) -> None:
         """Hand over a provided Value: its tensors are counted from now on, ``item`` is what readers get."""
         held = self._machine.held[name]
-        held.item = item
-        self._machine.meter.adopt(tensors)
+        held.item, held.handed_over = item, tuple(tensors)
+        self._machine.meter.adopt(held.handed_over)
         self._machine.note_disk(disk_bytes)
 
     def keep_file(self, path: str, data: bytes) -> None:
@@ -290,6 +291,10 @@ class StageContext:
         """
         atomic_write_bytes(self.directory / path, data)
         self._machine.kept[path] = data_checksum(data)
+
+    def handed_over(self, name: str) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that the writer of a provided Value handed over."""
+        return self._machine.held[name].handed_over
 
     def item(self, name: str) -> Any:
         """Return what the writer of a provided Value handed over."""

@@ -8,7 +8,7 @@ once, and what they wrote is what every later epoch uses. The functions' sources
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,7 +225,13 @@ class SampledGroup:
     def _given(self, samples: Sequence[Sample], rewards: Sequence[float]) -> Sequence[float | list[float]]:
         assert self.rollout.advantage is not None
         where = at(function_origin(self.rollout.advantage))
-        found = list(self.rollout.advantage(samples, rewards))
+        returned: Any = self.rollout.advantage(samples, rewards)
+        if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
+            raise StageFailedError(
+                f"the advantage function returned {returned!r} for step {self.step}, group {self.group}; return a list "
+                f"with an entry for every response{where}"
+            )
+        found = list(returned)
         if len(found) != len(samples):
             raise StageFailedError(
                 f"the advantage function returned {len(found)} entries for {len(samples)} responses of step "
@@ -274,8 +280,8 @@ def _one_or_many(value: Any, sample: Sample, where: str) -> float | list[float]:
 
 def _number(value: Any, what: str, sample: Sample, where: str) -> float:
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise StageFailedError(f"{sample.place}: the {what} function returned {value!r}; return a finite number{where}")

@@ -46,7 +46,8 @@ def grpo_run(
         steps: the groups of every step (see `deal`): given ones, or `Prompt`\\ s whose responses are sampled.
         settings: all that decides the result besides.
         rollout: how responses are sampled and rewarded; needed where a group is a `Prompt`.
-        tokenizer: saved with checkpoints; turns sampled ids into the text that the reward function sees.
+        tokenizer: saved with checkpoints; turns sampled ids into the text that the reward function sees. None means the
+            policy's own, if it has one.
 
     The plan comes lowered at its fastest choices; its ``space`` holds the others. No weights are loaded.
 
@@ -67,7 +68,7 @@ def grpo_run(
         steps=tuple(tuple(groups) for groups in steps),
         settings=settings,
         rollout=rollout,
-        tokenizer=tokenizer,
+        tokenizer=source.tokenizer() if tokenizer is None else tokenizer,
     )
     plan = space.lower(space.first())
     plan.hooks["audit"] = partial(audit, space)
