@@ -36,6 +36,7 @@ def from_rollouts(
     seed: int = 0,
     baseline: Literal["mean", "leave-one-out"] = "mean",
     steps: int = 1,
+    first_step: int = 0,
     groups_per_step: int | None = None,
     epochs_per_step: int = 1,
     schedule: Literal["constant", "linear", "cosine"] = "constant",
@@ -71,6 +72,7 @@ def from_rollouts(
         temperature=temperature,
         seed=seed,
         baseline=baseline,
+        first_step=first_step,
         epochs_per_step=epochs_per_step,
         schedule=schedule,
         warmup_updates=warmup_updates,
@@ -82,9 +84,9 @@ def from_rollouts(
         branches_at_once=branches_at_once,
         head_rows=head_rows,
     )
-    dealt = deal(groups, steps=steps, groups_per_step=groups_per_step)
+    dealt = deal(groups, steps=steps, groups_per_step=groups_per_step, first_step=first_step)
     plan = grpo_run(name="from_rollouts", policy=source, steps=dealt, settings=settings, tokenizer=tokenizer)
-    used = sum(map(len, dealt))
+    used = first_step * len(dealt[0]) + sum(map(len, dealt))
     if used < len(groups):
         plan.notes.append(f"groups {used} to {len(groups) - 1} of {rollouts} are left out of this run")
     return plan

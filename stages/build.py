@@ -105,6 +105,7 @@ class RunBuilder:
             "loss": asdict(settings.loss),
             "optimizer": asdict(settings.optimizer),
             "epochs_per_step": settings.epochs_per_step,
+            "first_step": settings.first_step,
             "schedule": settings.schedule,
             "warmup_updates": settings.warmup_updates,
             "dtype": dtype_name(settings.dtype),

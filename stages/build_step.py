@@ -131,7 +131,7 @@ class StepBuilder:
                 first_position=len(group.prompt.token_ids) - 1,
                 visible=state,
                 responses=wave,
-                step=group.step,
+                step=self.settings.first_step + group.step,
                 group=group.group,
                 options=options,
                 layout=self.run.layout,
@@ -213,7 +213,7 @@ class StepBuilder:
 
     def _add_metrics(self, update: str, epoch: int, learning_rate: float | None, *, after: str) -> None:
         line = MetricsLine(
-            step=self.step,
+            step=self.settings.first_step + self.step,
             epoch=epoch,
             update=update,
             learning_rate=learning_rate,

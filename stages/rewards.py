@@ -72,6 +72,7 @@ class SampledGroup:
     token_text_bytes: int
     scale_advantages: bool
     baseline: Baseline
+    first_step: int = 0
 
     @property
     def name(self) -> str:
@@ -151,7 +152,7 @@ class SampledGroup:
                 finished=bool(ids) and ids[-1] in self.stop_token_ids,
                 prompt_ids=self.prompt.token_ids,
                 data=self.prompt.data,
-                step=self.step,
+                step=self.first_step + self.step,
                 group=self.group,
                 response=index,
             )

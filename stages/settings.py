@@ -39,12 +39,15 @@ class GrpoSettings:
     ``epochs_per_step``: optimizer updates that a step makes from the same rollouts; from the second on, ratios are to
     the log-probabilities of the first. ``schedule`` and ``warmup_updates`` shape the learning rate over all updates of
     the run (`stages.learning_rate`). ``optimizer_state`` is a file to go on from, ``save_optimizer`` leaves one.
+    ``first_step`` is the number of the run's first step where it goes on from another run: it counts in random numbers
+    and in metrics.
     ``checkpoint_every`` counts steps; the last step always leaves a checkpoint.
     """
 
     gradient: str = "exact"
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: AdamWOptions = field(default_factory=AdamWOptions)
+    first_step: int = 0
     epochs_per_step: int = 1
     schedule: Schedule = "constant"
     warmup_updates: int = 0
@@ -65,6 +68,7 @@ class GrpoSettings:
         if not 0 < self.temperature < float("inf"):
             raise UsageError(f"temperature={self.temperature!r} must be a positive number")
         check_seed(self.seed)
+        check_count("first_step", self.first_step, least=0)
         counts = {"page_tokens": self.page_tokens, "epochs_per_step": self.epochs_per_step}
         if self.checkpoint_every is not None:
             counts["checkpoint_every"] = self.checkpoint_every
@@ -131,7 +135,8 @@ _LOSS_NAMES = (
 )  # fmt: skip
 _OPTIMIZER_NAMES = ("learning_rate", "weight_decay", "max_grad_norm")
 _RUN_NAMES = (
-    "epochs_per_step", "schedule", "warmup_updates", "optimizer_state", "save_optimizer", "checkpoint_every",
+    "first_step", "epochs_per_step", "schedule", "warmup_updates",
+    "optimizer_state", "save_optimizer", "checkpoint_every",
 )  # fmt: skip
 _CHOICE_NAMES = ("chunk_tokens", "branches_at_once", "head_rows")
 _OWN_NAMES = ("gradient", "temperature", "seed", "baseline", "page_tokens")

@@ -147,6 +147,7 @@ class GrpoSpace:
             token_text_bytes=self._token_text_bytes,
             scale_advantages=self.settings.loss.scale_advantages,
             baseline=self.settings.baseline,
+            first_step=self.settings.first_step,
         )
 
     def trees(self, step: int, update: str) -> list[tuple[int, Node]]:

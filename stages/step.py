@@ -101,22 +101,27 @@ def _check_step(
             )
 
 
-def deal(groups: Sequence[StepGroup], *, steps: int, groups_per_step: int | None = None) -> list[list[StepGroup]]:
+def deal(
+    groups: Sequence[StepGroup], *, steps: int, groups_per_step: int | None = None, first_step: int = 0
+) -> list[list[StepGroup]]:
     """Deal groups to steps in their order: ``groups_per_step`` to each, or an even share of them where that is None.
 
     Prompts come round again when all have had their turn; given groups are used once. What is left over is not used.
+    A run that goes on from another one gives its ``first_step``, and the steps before it have had their prompts.
 
     Raises:
         UsageError: a number below 1, or fewer given groups than the steps need.
     """
     check_count("steps", steps)
+    check_count("first_step", first_step, least=0)
     if groups_per_step is not None:
         check_count("groups_per_step", groups_per_step)
     each = groups_per_step if groups_per_step is not None else max(1, len(groups) // steps)
-    need = each * steps
+    need = each * (first_step + steps)
     if need > len(groups) and not (groups and all(isinstance(group, Prompt) for group in groups)):
         raise UsageError(
             f"{steps} steps of {each} groups need {need} groups with responses, but there are {len(groups)}; "
             "give more, or fewer steps or groups_per_step"
         )
-    return [[groups[(step * each + index) % len(groups)] for index in range(each)] for step in range(steps)]
+    numbers = range(first_step, first_step + steps)
+    return [[groups[(step * each + index) % len(groups)] for index in range(each)] for step in numbers]

@@ -189,7 +189,7 @@ def _record(context: StageContext, group: SampledGroup) -> dict[str, Any]:
         "prompt": list(group.prompt.token_ids),
         "responses": responses if group.tokenizer is None else with_text,
         "old_logprobs": read_logprobs(context, group.rollout_name),
-        "metadata": {"step": group.step, "group": group.group},
+        "metadata": {"step": group.first_step + group.step, "group": group.group},
     }
 
 

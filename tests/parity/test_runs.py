@@ -407,3 +407,23 @@ def test_sequences_longer_than_the_policys_positions_are_told(limit: int, told: 
     notes = [note for note in space.lower(space.first()).notes if "max_position_embeddings" in note]
     assert bool(notes) is told
     assert not told or "up to 26 tokens are longer than the 25 positions" in notes[0]
+
+
+def test_two_sampled_runs_one_after_the_other_end_with_the_bits_of_one(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama"))
+
+    def train(name: str, start: Path, steps: int, first_step: int, **more: Any) -> Path:
+        dealt = deal(prompts_of((12, 7, 9)), steps=steps, groups_per_step=2, first_step=first_step)
+        settings = GrpoSettings(optimizer=OPTIONS, save_optimizer=True, first_step=first_step, page_tokens=8, **more)
+        rollout = RolloutSettings(reward=vowels, group_size=3, max_response_tokens=5)
+        plan = grpo_run(name="on", policy=str(start), steps=dealt, settings=settings, rollout=rollout)
+        return run_plan(plan, tmp_path / name).run / "results"
+
+    with one_thread():
+        whole = train("whole", policy, 3, 0)
+        first = train("first", policy, 1, 0)
+        rest = train("rest", first / "checkpoint", 2, 1, optimizer_state=str(first / "optimizer.safetensors"))
+    assert same_bits(checkpoint_tensors(rest / "checkpoint"), checkpoint_tensors(whole / "checkpoint"))
+    assert as_json_lines(first / "metrics.jsonl") + as_json_lines(rest / "metrics.jsonl") == as_json_lines(
+        whole / "metrics.jsonl"
+    )
