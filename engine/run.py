@@ -182,12 +182,22 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
     Raises:
         OSError: the file could not be written; ``path`` is as it was, and nothing is left beside it.
     """
+    with atomic_file(path) as partial, open(partial, "xb") as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write a file at; sync it and rename it to ``path`` at the end, or remove it on any error.
+
+    Raises:
+        OSError: the file could not be written; ``path`` is as it was, and nothing is left beside it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
     try:
-        with open(partial, "xb") as file:
-            file.write(data)
-            file.flush()
+        yield partial
+        with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:

@@ -16,7 +16,7 @@ import torch
 from safetensors.numpy import save_file
 
 from engine.plan import TensorSpec
-from engine.run import atomic_directory, disk_usage_bytes, partial_path
+from engine.run import atomic_directory, atomic_file, disk_usage_bytes
 from engine.worker import StageContext
 from models.policy import PolicySource, quiet
 from stages import names
@@ -72,11 +72,5 @@ def checkpoint_bytes(parameters: Mapping[str, TensorSpec], policy: PolicySource,
 
 def save_gradients(context: StageContext, path: str, gradients: str) -> None:
     """Write the merged gradients (the Value ``gradients``) to a safetensors file; it appears complete or not at all."""
-    target = Path(path)
-    temporary = partial_path(target)
-    try:
-        save_file({name: tensor.numpy() for name, tensor in context.tensors(gradients).items()}, temporary)
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with atomic_file(Path(path)) as partial:
+        save_file({name: tensor.numpy() for name, tensor in context.tensors(gradients).items()}, partial)

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from engine.chunkfile import Array, as_bytes, full_disk_explained
 from engine.errors import StageFailedError, UsageError
 from engine.plan import ITEM_BYTES, digest
-from engine.run import partial_path, sync_directory
+from engine.run import atomic_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
@@ -102,11 +102,10 @@ class Writer:
             rest = rest[num_written:]
 
     def finish(self, header: bytes) -> None:
-        """Write the header and make all of it durable."""
+        """Write the header."""
         if self._start != self._stop or len(header) != self._first:
             raise ValueError(f"the file is not complete: {self._start}, {self._stop}, {len(header)}, {self._first}")
         os.pwrite(self._fd, header, 0)
-        os.fsync(self._fd)
 
 
 @contextmanager
@@ -116,22 +115,14 @@ def writing(path: Path, contents: Contents) -> Iterator[Writer]:
     Raises:
         StoreFullError: the disk has no room.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_path(path)
-    with full_disk_explained(path.parent, contents.nbytes, "the optimizer state"):
+    with full_disk_explained(path.parent, contents.nbytes, "the optimizer state"), atomic_file(path) as partial:
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            try:
-                writer = Writer(fd, contents)
-                yield writer
-                writer.finish(contents.header(writer.checksums))
-            finally:
-                os.close(fd)
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    sync_directory(path.parent)
+            writer = Writer(fd, contents)
+            yield writer
+            writer.finish(contents.header(writer.checksums))
+        finally:
+            os.close(fd)
 
 
 @dataclass(frozen=True, kw_only=True)
