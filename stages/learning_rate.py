@@ -28,7 +28,7 @@ def learning_rate_at(
 ) -> float:
     """Return the learning rate of an update (counted from 0) of ``total``.
 
-    A decay ends at ``final_ratio`` times the peak, which it would reach at update ``total``, one after the last.
+    A warm-up may be longer than the run, which then ends in it. A decay ends at ``final_ratio`` times the peak, which it would reach at update ``total``, one after the last.
 
     Raises:
         UsageError: a value out of its range, or an update after the last.
@@ -54,10 +54,8 @@ def _check(update: int, *, total: int, peak: float, warmup: int, schedule: str, 
         raise UsageError(f"learning_rate={peak!r} must be a number of at least 0")
     if total < 1:
         raise UsageError(f"total={total!r} updates: must be a whole number of at least 1")
-    if not 0 <= warmup <= total:
-        raise UsageError(
-            f"warmup_updates={warmup!r} must be a whole number from 0 to the number of all updates, {total}"
-        )
+    if warmup < 0:
+        raise UsageError(f"warmup_updates={warmup!r} must be a whole number of at least 0")
     if not 0 <= final_ratio <= 1:
         raise UsageError(f"final_ratio={final_ratio!r} must be a number from 0 to 1")
     if final_ratio and schedule == "constant":

@@ -322,7 +322,7 @@ def test_the_report_is_drawn_in_the_dark_too(browser: Browser, executed: Made) -
     [
         (["--trace", "no/such/t.json"], "can't write 'no/such/t.json': its folder does not exist"),
         (["--report", "folder"], "can't write 'folder': it is no regular file"),
-        (["--trace", "a", "--report", "./a"], "--trace and --report both name './a'"),
+        (["--trace", "a", "--report", "./a"], "--report names './a', which is --trace's file"),
     ],
 )
 def test_files_that_can_not_be_written_are_told_before_anything_is_done(

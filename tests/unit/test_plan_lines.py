@@ -355,7 +355,7 @@ def test_a_plan_that_does_not_fit_for_a_stage_of_ones_own_names_its_line(load: L
     with pytest.raises(DoesNotFitError) as raised:
         forecast(plan, Budget(device_bytes=40, host_bytes=1000, disk_bytes=1000), CPU)
     assert str(raised.value) == (
-        "does not fit: stage use needs 48 B (48 bytes) on the device at the smallest choices, the budget has 40 B "
+        "does not fit: stage use needs 48 B (48 bytes) on the device, the budget has 40 B "
         "(40 bytes); give --budget device=48 or more, or a smaller plan "
         f"(mine.py line {marked_line(tmp_path / 'mine.py')})"
     )
