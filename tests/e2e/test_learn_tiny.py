@@ -54,6 +54,7 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_marked_letter_is_found_after_300_steps(tmp_path: Path) -> None:
     assert main(["execute", "learn_tiny", "--run", str(tmp_path / "run")]) == 0
     rewards = rewards_of(tmp_path / "run" / "results")
