@@ -350,6 +350,9 @@ def _check_name(kind: str, name: object, where: str) -> None:
         raise PlanError(f"a {kind} is named {name!r}; give it a name of printable characters{where}")
 
 
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+
+
 def digest(data: object) -> str:
     """Return a short stable hash of plain data (dicts with string keys, lists, numbers, strings)."""
     return hashlib.blake2b(msgpack.packb(_canonical(data)), digest_size=16).hexdigest()
@@ -359,6 +362,8 @@ def _canonical(data: object) -> object:
     if isinstance(data, Mapping):
         return [[key, _canonical(data[key])] for key in sorted(data)]
     if isinstance(data, list | tuple):
+        if _PLAIN.issuperset(map(type, data)):  # token ids by the million
+            return list(data)
         return [_canonical(item) for item in data]
     if isinstance(data, str | int | float | bool | bytes | None):
         return data

@@ -28,8 +28,8 @@ def learning_rate_at(
 ) -> float:
     """Return the learning rate of an update (counted from 0) of ``total``.
 
-    A warm-up may be longer than the run, which then ends in it. A decay ends at ``final_ratio`` times the peak, which it
-    would reach at update ``total``, one after the last.
+    A warm-up may be longer than the run, which then ends in it. A decay ends at ``final_ratio`` times the peak, which
+    it would reach at update ``total``, one after the last.
 
     Raises:
         UsageError: a value out of its range, or an update after the last.
