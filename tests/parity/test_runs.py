@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
-from engine.budget import Tier
+from engine.budget import Budget, Tier
 from engine.errors import RunDirectoryError
 from engine.hardware import load_profile
 from engine.plan import Stage
@@ -39,6 +43,7 @@ from stages import (
 )
 from stages.audit import audit, max_rel_err
 from tests.helpers import (
+    Done,
     budget,
     checkpoint_tensors,
     one_thread,
@@ -427,3 +432,58 @@ def test_two_sampled_runs_one_after_the_other_end_with_the_bits_of_one(tmp_path:
     assert as_json_lines(first / "metrics.jsonl") + as_json_lines(rest / "metrics.jsonl") == as_json_lines(
         whole / "metrics.jsonl"
     )
+
+
+@st.composite
+def sampled_runs(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw a small sampled run: model, prompts, steps, epochs, choices, pages, dtype, and how tight its budget is."""
+    return {
+        "family": draw(st.sampled_from(["llama", "qwen3"])),
+        "tied": draw(st.booleans()),
+        "lengths": draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)),
+        "steps": draw(st.integers(1, 2)),
+        "epochs_per_step": draw(st.integers(1, 2)),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        "page_tokens": draw(st.sampled_from([4, 16, 64])),
+        "gradient": draw(st.sampled_from(["exact", "exact", "stop-prompt"])),
+        "fixed": {
+            "chunk_tokens": draw(st.integers(3, 40)),
+            "branches_at_once": draw(st.integers(1, 4)),
+            "head_rows": draw(st.integers(1, 20)),
+        },
+        "spare_bytes": draw(st.sampled_from([0, 20_000, 200_000])),
+        "host_bytes": draw(st.sampled_from([40_000, 1 << 30])),
+    }
+
+
+@given(drawn=sampled_runs())
+@hypothesis_settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+def test_any_sampled_run_keeps_its_budget_is_measured_as_predicted_and_has_the_bits_of_a_roomy_one(
+    drawn: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    config = tiny_config(drawn["family"], tie_word_embeddings=drawn["tied"])
+    policy = save_policy(folder / "policy", config, dtype=drawn["dtype"])
+    names = ("steps", "epochs_per_step", "dtype", "page_tokens", "gradient", "fixed")
+
+    def run(name: str, within: Budget | None) -> Done:
+        space = sampled_space(policy, drawn["lengths"], groups_per_step=1, **{key: drawn[key] for key in names})
+        return run_plan(space.lower(space.first()), folder / name, within)
+
+    with one_thread():
+        roomy = run("roomy", None)
+        floor = roomy.planned.smallest_device_bytes
+        tight = run("tight", budget(device=floor + drawn["spare_bytes"], host=drawn["host_bytes"]))
+    for done in (roomy, tight):
+        actual, measured = done.outcome.actual_peak_bytes, done.outcome.measured_peak_bytes
+        assert actual is not None
+        for tier in (Tier.DEVICE, Tier.HOST):
+            assert measured[tier] == actual[tier] <= done.planned.peak_bytes[tier] <= done.planned.budget[tier]
+        assert measured["disk"] <= done.planned.peak_bytes[Tier.DISK]
+    files = [sorted((done.run / "results" / "rollouts").iterdir()) for done in (roomy, tight)]
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
+    assert same_bits(checkpoint_tensors(roomy.checkpoint), checkpoint_tensors(tight.checkpoint))
+    lines = as_json_lines(tight.run / "results" / "metrics.jsonl")
+    assert all(line["ratio_min"] == line["ratio_max"] == 1.0 for line in lines if line["epoch"] == 0)
