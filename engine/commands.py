@@ -85,8 +85,11 @@ def _budget(arguments: argparse.Namespace, plan: Plan, directory: Path) -> Budge
     return parse_budget(arguments.budget, merge_budget(plan.budget, default_budget(directory)))
 
 
-def _check_pictures(arguments: argparse.Namespace) -> None:
-    """Say at once that an output can't be written, or would take the place of another. Raises UsageError."""
+def _check_pictures(arguments: argparse.Namespace, run: Path | None = None) -> None:
+    """Say at once that an output can't be written, or would take the place of something else. Raises UsageError.
+
+    ``run`` is the run directory, whose files are its own.
+    """
     from engine.pictures.page import check_report_packages
     from engine.run import check_writable
 
@@ -100,6 +103,8 @@ def _check_pictures(arguments: argparse.Namespace) -> None:
     taken = {os.path.realpath(arguments.plan): "the plan"} if hasattr(arguments, "plan") else {}
     for flag, path in outputs.items():
         if path is not None:
+            if run is not None and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run)):
+                raise UsageError(f"{flag} names {path!r}, which is in the run directory {run}; name a place outside")
             other = taken.setdefault(os.path.realpath(path), flag)
             if other != flag:
                 raise UsageError(f"{flag} names {path!r}, which is {other}'s file; give each a file of its own")
@@ -150,9 +155,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
 def _execute(arguments: argparse.Namespace) -> int:
     from engine.run import default_run_path
 
-    _check_pictures(arguments)
-    parse_budget(arguments.budget, default_budget(Path()))
     run = Path(arguments.run) if arguments.run else default_run_path(Path(arguments.plan).stem, datetime.now())
+    _check_pictures(arguments, run)
+    parse_budget(arguments.budget, default_budget(Path()))
     for text in (str(run.absolute()), arguments.plan, os.getcwd(), *arguments.settings):
         if not text.isascii() and text != text.encode("utf-8", "replace").decode():
             raise UsageError(f"{text!r} is not valid UTF-8, so a run could not record it; use another name")
@@ -330,8 +335,9 @@ def _resume_from(arguments: argparse.Namespace, directory: Any, record: Any) -> 
     recipe: dict[str, Any] = record.recipe
     for name in ("trace", "report"):
         setattr(arguments, name, getattr(arguments, name) or recipe.get(name))
-    _check_pictures(arguments)
     arguments.plan, arguments.settings, arguments.hardware = recipe["plan"], recipe["set"], recipe["hardware"]
+    arguments.save_gradients = recipe["wanted"].get("gradients")
+    _check_pictures(arguments, directory.path)
     if arguments.plan.endswith(".py") and not Path(arguments.plan).is_file():
         arguments.plan = str(directory.plan_path)  # the original is gone
     plan, source = _load(arguments)

@@ -92,7 +92,10 @@ class SpillCommit:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptFile:
-    """A file in the results that a resumed run finds again and never makes twice; the last record of a path counts."""
+    """A file in the results that a resumed run finds again and never makes twice, about to be written.
+
+    A file that is written again has several records, and may be any of them.
+    """
 
     path: str
     nbytes: int

@@ -25,6 +25,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 
 import google_crc32c
@@ -114,28 +115,38 @@ class RunDirectory:
             _remove_tree(path)
         return removed
 
-    def clear(self, kept: Mapping[str, tuple[int, int]], kept_folders: Collection[str]) -> None:
+    def clear(self, kept: Mapping[str, Collection[tuple[int, int]]], kept_folders: Collection[str]) -> None:
         """Prepare an unfinished run to begin again: remove what it writes anew, hold what it keeps to its record.
 
-        ``kept`` are size and CRC32C of the files in the results that are not made twice, by path; others in
-        ``kept_folders`` were not committed and go. Other results stay until what replaces them is whole.
+        ``kept`` are the sizes and CRC32Cs that files in the results may have which are not made twice, by path, in the
+        order of their making. Where one is gone, those after it go too: they were made from what will be made anew.
+        Others in ``kept_folders`` go as well. Other results stay until what replaces them is whole.
 
         Raises:
             RunDirectoryError: a kept file is not what it was.
         """
+        for folder in kept_folders:
+            _check_folder(self.results_path / folder)
         for path, expected in kept.items():
             _check_kept(self.results_path / path, expected)
         self.sweep()
-        committed = {self.results_path / path for path in kept}
+        usable = set(takewhile(Path.is_file, (self.results_path / path for path in kept)))
         found = (path for folder in kept_folders for path in (self.results_path / folder).glob("*"))
-        uncommitted = [path for path in found if path not in committed]
+        uncommitted = [path for path in found if path not in usable]
         for old in (self.store_path, self.trace_path, self.results_path / METRICS_FILE, *uncommitted):
             _remove_tree(old)
 
 
-def _check_kept(path: Path, expected: tuple[int, int]) -> None:
+def _check_folder(path: Path) -> None:
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise RunDirectoryError(f"{path} is not the folder that the run made; remove it, and the run makes it again")
+
+
+def _check_kept(path: Path, expected: Collection[tuple[int, int]]) -> None:
     """Hold a kept file to its record; one that is gone is made again."""
-    if path.is_file() and data_checksum(path.read_bytes()) != expected:
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        raise RunDirectoryError(f"{path} is not the file that the run wrote; remove it, and the run makes it again")
+    if path.is_file() and data_checksum(path.read_bytes()) not in expected:
         raise RunDirectoryError(
             f"{path} is damaged: it is not the file that the journal says was written; remove it, and the run makes it "
             "again"

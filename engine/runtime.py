@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,16 +150,13 @@ class _Journaled:
             for start in range(0, len(items), CHECKSUMS_A_RECORD):
                 part = dict(items[start : start + CHECKSUMS_A_RECORD])
                 self.journal.append(SpillCommit(value=name, tier=str(Tier.DISK), checksums=part))
-        kept = self.machine.take_kept()
-        for path, (nbytes, crc32c) in kept.items():
-            self.journal.append(KeptFile(path=path, nbytes=nbytes, crc32c=crc32c))
         record = StageCommit(
             stage=stage.name,
             key=self.keys[stage.name],
             measured_peak_bytes=self.checked.last_peak,
             wall_s=time.monotonic() - self.started,
         )
-        self.journal.append(record, sync=bool(kept) or stage.durable)
+        self.journal.append(record, sync=stage.durable)
 
 
 def plan_fingerprint(plan: Plan) -> str:
@@ -256,6 +254,7 @@ def _execute_in(
         meter = LiveBytes()
         machine = TorchMachine(plan, meter=meter, store=store, directory=directory.results_path)
         machine.taps = taps
+        machine.announce = partial(_announce, journal)
         try:
             outcome = _drive(forecast, machine, journal, observers, recording)
         finally:
@@ -268,10 +267,18 @@ def _execute_in(
     return outcome
 
 
-def _kept_files(directory: RunDirectory) -> dict[str, tuple[int, int]]:
-    """Return size and checksum of the files that a run has committed to keep, by path in the results."""
+def _announce(journal: Journal, path: str, nbytes: int, crc32c: int) -> None:
+    journal.append(KeptFile(path=path, nbytes=nbytes, crc32c=crc32c), sync=True)
+
+
+def _kept_files(directory: RunDirectory) -> dict[str, set[tuple[int, int]]]:
+    """Return the sizes and checksums that kept files may have, by path in the results, in the order of their making."""
     records, _ = read_journal(directory.journal_path)
-    return {record.path: (record.nbytes, record.crc32c) for record in records if isinstance(record, KeptFile)}
+    kept: dict[str, set[tuple[int, int]]] = {}
+    for record in records:
+        if isinstance(record, KeptFile):
+            kept.setdefault(record.path, set()).add((record.nbytes, record.crc32c))
+    return kept
 
 
 def _leave_metrics(directory: RunDirectory, outcome: Outcome) -> None:

@@ -11,7 +11,7 @@ array; its checksum is kept by the store.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +90,7 @@ class TorchMachine:
         self.results: dict[str, Any] = {}
         self.disk_peak_bytes = 0
         self.written: dict[str, dict[str, int]] = {}
-        self.kept: dict[str, tuple[int, int]] = {}
+        self.announce: Callable[[str, int, int], None] = lambda path, nbytes, crc32c: None
         self._provided_disk_bytes = 0
         self.taps: dict[str, list[tuple[Any, str]]] = {}
         self._staging: torch.Tensor | None = None
@@ -169,11 +169,6 @@ class TorchMachine:
         self._provided_disk_bytes += provided_bytes
         stored_bytes = self.store.nbytes if self.store is not None else 0
         self.disk_peak_bytes = max(self.disk_peak_bytes, stored_bytes + self._provided_disk_bytes)
-
-    def take_kept(self) -> dict[str, tuple[int, int]]:
-        """Return size and checksum of the files that stages asked to keep since the last call, by path."""
-        kept, self.kept = self.kept, {}
-        return kept
 
     def take_written(self) -> dict[str, dict[str, int]]:
         """Return the checksums of the chunks written to disk since the last call, by Value."""
@@ -287,10 +282,10 @@ class StageContext:
     def keep_file(self, path: str, data: bytes) -> None:
         """Write a file in the results, whole and synced, that a resumed run finds again: what must not be made twice.
 
-        It counts once the stage is committed; its checksum is in the journal.
+        Its checksum is in the journal before it is written, so there is no moment in which it is whole and unknown.
         """
+        self._machine.announce(path, *data_checksum(data))
         atomic_write_bytes(self.directory / path, data)
-        self._machine.kept[path] = data_checksum(data)
 
     def handed_over(self, name: str) -> tuple[torch.Tensor, ...]:
         """Return the tensors that the writer of a provided Value handed over."""

@@ -61,8 +61,12 @@ class Prompt:
 
     def __post_init__(self) -> None:
         try:
-            wrong = [token for token in self.token_ids if isinstance(token, bool)]
-            object.__setattr__(self, "token_ids", tuple(operator.index(token) for token in self.token_ids))
+            ids: object = self.token_ids
+            if isinstance(ids, str | bytes | dict):
+                raise TypeError(type(ids).__name__)
+            given = tuple(self.token_ids)
+            wrong = [token for token in given if isinstance(token, bool)]
+            object.__setattr__(self, "token_ids", tuple(operator.index(token) for token in given))
         except TypeError as error:
             raise UsageError(
                 f"{self.source}: its token ids are not whole numbers ({error}); give a tuple of ids"

@@ -106,12 +106,17 @@ class RolloutSettings:
                 raise UsageError(f"{name}={given!r} is no function; give one that takes what was sampled")
         if self.stop_token_ids is not None:
             try:
+                if any(isinstance(token, bool) for token in self.stop_token_ids):
+                    raise TypeError("a truth value is no token id")
                 stops = tuple(operator.index(token) for token in self.stop_token_ids)
             except TypeError as error:
                 raise UsageError(f"stop_token_ids={self.stop_token_ids!r} must be a tuple of token ids") from error
             object.__setattr__(self, "stop_token_ids", stops)
-        if self.workspace_bytes:
-            check_count("workspace_bytes", self.workspace_bytes)
+        if not isinstance(self.greedy, bool):
+            raise UsageError(f"greedy={self.greedy!r} must be True or False")
+        nbytes: object = self.workspace_bytes
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+            raise UsageError(f"workspace_bytes={nbytes!r} must be a whole number of bytes, 0 or more")
         check_count("group_size", self.group_size)
         check_count("max_response_tokens", self.max_response_tokens)
 

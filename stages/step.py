@@ -116,7 +116,7 @@ def deal(
     check_count("first_step", first_step, least=0)
     if groups_per_step is not None:
         check_count("groups_per_step", groups_per_step)
-    each = groups_per_step if groups_per_step is not None else max(1, len(groups) // steps)
+    each = groups_per_step if groups_per_step is not None else max(1, len(groups) // (first_step + steps))
     need = each * (first_step + steps)
     if need > len(groups) and not (groups and all(isinstance(group, Prompt) for group in groups)):
         raise UsageError(

@@ -1,7 +1,7 @@
 """What a step samples is on disk before it is scored, and is never made twice.
 
 A step's rollouts file is written when everything of the step is sampled, and once more with rewards and advantages;
-both are committed to the journal with their checksums. A resumed run takes what is recorded from it: token ids and
+both have their checksums in the journal. A resumed run takes what is recorded from it: token ids and
 log-probabilities instead of sampling, rewards and advantages instead of calling the plan's functions again.
 
 The file has the format that `stages.rollouts` reads, one group a line: prompt ids, response ids (and texts), rewards,
@@ -201,7 +201,8 @@ def _given(context: StageContext, group: SampledGroup) -> dict[str, Any]:
 
 def _read(path: Path, groups: Sequence[SampledGroup]) -> list[dict[str, Any]]:
     try:
-        records: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = path.read_bytes().splitlines()  # of bytes: text would also be split at other separators in it
+        records: list[dict[str, Any]] = [json.loads(line) for line in lines]
         if len(records) != len(groups):
             raise ValueError(f"it has {len(records)} groups")
         for group, record in zip(groups, records, strict=True):

@@ -27,6 +27,7 @@ from engine.plan import Stage
 from engine.planner import Forecast, forecast
 from engine.runtime import execute
 from engine.schedule import device_floor
+from engine.worker import StageContext
 from models.policy import find_policy
 from stages import (
     AdamWOptions,
@@ -487,3 +488,85 @@ def test_any_sampled_run_keeps_its_budget_is_measured_as_predicted_and_has_the_b
     assert same_bits(checkpoint_tensors(roomy.checkpoint), checkpoint_tensors(tight.checkpoint))
     lines = as_json_lines(tight.run / "results" / "metrics.jsonl")
     assert all(line["ratio_min"] == line["ratio_max"] == 1.0 for line in lines if line["epoch"] == 0)
+
+
+@pytest.mark.parametrize("write", [1, 2, 3, 4])
+@pytest.mark.parametrize("after_writing", [True, False])
+def test_a_run_that_is_killed_as_it_writes_a_kept_file_goes_on_and_asks_nothing_twice(
+    write: int, after_writing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama"))
+    asked: list[tuple[str, float]] = []
+
+    def reward(sample: Sample) -> float:
+        asked.append((sample.place, len(asked) * 0.37 % 1))
+        return asked[-1][1]
+
+    def planned() -> Forecast:
+        space = sampled_space(policy, (12, 7), dtype=torch.float32, steps=2, groups_per_step=1)
+        space.rollout = replace(space.rollout, reward=reward)  # type: ignore[type-var]
+        return forecast(space.lower(space.first()), budget(), load_profile("cpu"))
+
+    keep, calls = StageContext.keep_file, []
+
+    def killed(self: StageContext, path: str, data: bytes) -> None:
+        calls.append(path)
+        if len(calls) != write or after_writing:
+            keep(self, path, data)
+        if len(calls) == write:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(StageContext, "keep_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        execute(planned(), tmp_path / "run")
+    monkeypatch.setattr(StageContext, "keep_file", keep)
+    execute(planned(), tmp_path / "run", again=True)
+    twice = 3 if write % 2 == 0 and not after_writing else 0  # rewards that were never written are asked for again
+    assert len(asked) == 6 + twice
+    recorded = [as_json_lines(tmp_path / f"run/results/rollouts/step0000{step}.jsonl")[0] for step in (0, 1)]
+    last = dict(asked)
+    assert [reward for record in recorded for reward in record["rewards"]] == list(last.values())
+
+
+def test_where_a_recorded_step_is_gone_the_steps_after_it_are_made_anew(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama"))
+
+    def planned() -> Forecast:
+        space = sampled_space(policy, (12, 7), dtype=torch.float32, steps=3, groups_per_step=1)
+        space.rollout = replace(space.rollout, reward=lambda sample: random.random())  # type: ignore[type-var]
+        return forecast(space.lower(space.first()), budget(), load_profile("cpu"))
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(planned(), tmp_path / "run", observers=[StopAt("loss step2")])
+    folder = tmp_path / "run" / "results" / "rollouts"
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (folder / "step00001.jsonl").unlink()
+    execute(planned(), tmp_path / "run", again=True)
+    after = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert [name for name in sorted(before) if before[name] != after[name]] == ["step00001.jsonl", "step00002.jsonl"]
+    lines = as_json_lines(tmp_path / "run" / "results" / "metrics.jsonl")
+    assert max(line["sampling_drift_max"] for line in lines) < 1e-4
+
+
+def test_what_is_not_the_runs_own_among_its_kept_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config("llama"))
+    space = sampled_space(policy, (12,), dtype=torch.float32)
+    planned = forecast(space.lower(space.first()), budget(), load_profile("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        execute(planned, tmp_path / "run", observers=[StopAt("loss step0")])
+    folder, outside = tmp_path / "run" / "results" / "rollouts", tmp_path / "outside"
+    folder.rename(outside)
+    (outside / "precious").write_text("mine")
+    folder.symlink_to(outside)
+    with pytest.raises(RunDirectoryError, match="is not the folder that the run made"):
+        execute(planned, tmp_path / "run", again=True)
+    assert (outside / "precious").read_text() == "mine"
+    folder.unlink()
+    outside.rename(folder)
+    file = folder / "step00000.jsonl"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(RunDirectoryError, match="is not the file that the run wrote"):
+        execute(planned, tmp_path / "run", again=True)
+    file.rmdir()
+    execute(planned, tmp_path / "run", again=True)

@@ -20,7 +20,7 @@ def zero(sample: Sample) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize("ids", [(1, 2.5, 9), "text", (None,), (True, 2)])
+@pytest.mark.parametrize("ids", [(1, 2.5, 9), "text", (None,), (True, 2), b"abc", {1: 2}])
 def test_token_ids_that_are_no_whole_numbers_are_refused(ids: Any) -> None:
     with pytest.raises(UsageError, match=r"prompt 7: .*token id"):
         Prompt(token_ids=ids, source="prompt 7")
@@ -49,6 +49,9 @@ def test_data_that_is_not_plain_is_refused(data: object) -> None:
         ({"stop_token_ids": 5}, r"stop_token_ids=5 must be a tuple"),
         ({"stop_token_ids": (1, "a")}, r"stop_token_ids=\(1, 'a'\) must be a tuple"),
         ({"workspace_bytes": -1}, r"workspace_bytes=-1 must be a whole number"),
+        ({"workspace_bytes": None}, r"workspace_bytes=None must be a whole number"),
+        ({"greedy": "no"}, r"greedy='no' must be True or False"),
+        ({"stop_token_ids": (True,)}, r"stop_token_ids=\(True,\) must be a tuple"),
     ],
 )
 def test_rollout_settings_are_checked(settings: dict[str, Any], message: str) -> None:
@@ -94,6 +97,7 @@ def test_groups_are_dealt_in_order_prompts_come_round_again_and_given_groups_do_
     assert [[group.token_ids[0] for group in step if isinstance(group, Prompt)] for step in dealt] == [
         [0, 1], [2, 0], [1, 2], [0, 1],
     ]  # fmt: skip
+    assert deal(prompts * 2, steps=2, first_step=1) == deal(prompts * 2, steps=3)[1:]
     groups = [random_group(n, 4, [2]) for n in range(5)]
     assert deal(groups, steps=2) == [groups[:2], groups[2:4]]
     with pytest.raises(UsageError, match=r"3 steps of 2 groups need 6 groups with responses, but there are 5"):
