@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 REPORTED = "reported"
 FRESH = "reported since the last line of metrics"
+# Where a run's results keep what stages reported, whatever other stages make of its metrics.
 MOST_REPORT_BYTES = 16 * 1024
 # All results of a run are one record of its journal, which is capped; a report is a figure, not a table.
 OWN_NUMBERS = ("step", "epoch", "loss", "grad_norm", "learning_rate")
-# Where a run's results keep what stages reported, whatever other stages make of its metrics.
 
 
 def values_in(argument: object) -> Iterator[Value]:

@@ -93,7 +93,7 @@ def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
 
 
 def peak_bytes_at(forecast: Forecast, actual: ActualSizes) -> dict[Tier, int]:
-    """Return the peaks of a schedule at the sizes that things turned out to have; none may be above its plan."""
+    """Return the peaks of a schedule at the sizes that things turned out to have."""
     plan = replace(forecast.plan, values=forecast.plan.values | dict(actual.values))
     instructions = tuple(
         replace(item, workspace_bytes=actual.workspace_bytes[item.stage])

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from engine.plan import Cost
+from engine.worker import dtype_name
 from models.float64 import accumulation_dtype
 
 _KERNELS_A_LAYER = 45
@@ -110,6 +111,6 @@ def state_layout(sizes: Geometry, *, dtype: torch.dtype, page_tokens: int) -> St
         heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
         page_tokens=page_tokens,
-        dtype=str(dtype).removeprefix("torch."),
-        cotangent_dtype=str(accumulation_dtype(dtype)).removeprefix("torch."),
+        dtype=dtype_name(dtype),
+        cotangent_dtype=dtype_name(accumulation_dtype(dtype)),
     )

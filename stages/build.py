@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.budget import Tier
-from engine.plan import ActualSizes, Choices, Cost, Plan, Stage, Tap, TensorSpec, Value, ValueKind, digest
+from engine.plan import ActualSizes, Choices, Cost, Plan, Stage, Tap, Value, ValueKind
 from engine.worker import dtype_name
 from models.dense import HEAD_GRADIENT
 from models.float64 import accumulation_dtype
 from models.geometry import geometry, state_layout
 from stages import checkpoint, names
 from stages.build_step import StepBuilder
-from stages.groups import group_data
+from stages.files import file_value
 from stages.lower import Lowering
 from stages.optimizer import load_stage, save_stage
-from stages.step_record import ROLLOUTS_FOLDER, file_value
+from stages.step_record import ROLLOUTS_FOLDER
 
 if TYPE_CHECKING:
     from stages.space import GrpoSpace
@@ -84,7 +84,8 @@ class RunBuilder:
         workspace_bytes: dict[str, int] = {}
         for lowering in self.lowerings:
             workspace_bytes |= lowering.workspace_at(self.space.sampled.lengths)
-        values = {name: file_value(name, nbytes) for name, nbytes in self.space.sampled.file_bytes.items()}
+        files = self.space.sampled.file_bytes.items()
+        values = {name: file_value(name, nbytes, kind=ValueKind.ORDERED) for name, nbytes in files}
         return ActualSizes(workspace_bytes=workspace_bytes, values=values)
 
     @property
@@ -100,7 +101,7 @@ class RunBuilder:
         settings, rollout = self.settings, self.space.rollout
         return {
             "policy": self.policy.fingerprint,
-            "rollouts": digest([[group_data(group) for group in groups] for groups in self.space.steps]),
+            "rollouts": self.space.rollouts_digest,
             "gradient": settings.gradient,
             "loss": asdict(settings.loss),
             "optimizer": asdict(settings.optimizer),
@@ -197,15 +198,7 @@ class RunBuilder:
         tokenizer, dtype = self.space.tokenizer, self._checkpoint_dtype
         nbytes = checkpoint.checkpoint_bytes(self.parameters, self.policy, dtype.itemsize)
         copied = sum(spec.num_elements for spec in self.parameters.values()) * dtype.itemsize
-        self.plan.value(
-            Value(
-                name=name,
-                tensors={"files": TensorSpec(shape=(nbytes,), dtype="uint8")},
-                tiers=(Tier.DISK,),
-                provided=True,
-                keep=True,
-            )
-        )
+        self.plan.value(file_value(name, nbytes))
         self.plan.add(
             Stage(
                 name=name,

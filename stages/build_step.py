@@ -13,12 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.budget import Tier
-from engine.plan import Cost, Stage, TensorSpec, Value, ValueKind, digest
+from engine.plan import Cost, Stage, TensorSpec, Value, ValueKind
 from engine.worker import dtype_name
 from models.dense import HEAD_GRADIENT
 from stages import names
 from stages.compute import HeadOptions
-from stages.groups import group_data
 from stages.learning_rate import learning_rate_at
 from stages.loss_stage import LossStage, loss_groups
 from stages.lower import Lowering, Visible
@@ -118,7 +117,7 @@ class StepBuilder:
             greedy=group.rollout.greedy,
             seed=self.settings.seed,
         )
-        rollout = names.rollout(group.step, group.group)
+        rollout = group.rollout_name
         self.plan.value(rollout_value(rollout, group.rollout.group_size, options, dtype_name(self.settings.dtype)))
         size = self.run.choices["branches_at_once"]
         for first in range(0, group.rollout.group_size, size):
@@ -155,13 +154,12 @@ class StepBuilder:
             works=tuple(lowering.works),
             first=() if self.first is None else tuple(self.first.works),
         )
-        groups = self.space.steps[self.step]
         self.plan.add(
             Stage(
                 name=f"loss {update.rstrip('/')}",
                 kind="loss",
                 run=loss.run,
-                config={"loss": asdict(loss.config), "rollouts": digest([group_data(group) for group in groups])},
+                config={"loss": asdict(loss.config), "rollouts": self.space.step_digests[self.step]},
                 reads=loss.reads,
                 writes=loss.writes,
                 workspace_bytes=self.space.loss_workspace_bytes(loss),

@@ -27,7 +27,6 @@ from stages.groups import Group, Response, StepGroup
 from stages.losses import LossConfig, LossResult, evaluate_loss, make_batch
 from stages.rewards import SampledGroup
 from stages.sampled import read_logprobs, read_responses
-from stages.tree import Batch, Responses
 
 LossGroup = tuple[Group, GroupAdvantages] | SampledGroup
 """A group with its advantages, or one whose responses are sampled."""
@@ -49,8 +48,8 @@ class LossStage:
         sampled = [group for group in self.groups if isinstance(group, SampledGroup)]
         return (
             *(names.scores(work.name) for work in (*self.works, *self.first)),
-            *(names.rollout(group.step, group.group) for group in sampled),
-            *(names.advantages(group.step, group.group) for group in sampled),
+            *(group.rollout_name for group in sampled),
+            *(group.advantages_name for group in sampled),
         )
 
     @property
@@ -70,11 +69,6 @@ class LossStage:
     def run(self, context: StageContext) -> None:
         """Read all scores of the step, write the derivatives by each, and report loss and metrics."""
         known = [_known(context, group) for group in self.groups]
-        responses = {
-            names.rollout(group.step, group.group): read_responses(context, names.rollout(group.step, group.group))
-            for group in self.groups
-            if isinstance(group, SampledGroup)
-        }
         tensors = [
             [context.tensors(name(work.name)) for work in works]
             for name, works in (
@@ -83,20 +77,19 @@ class LossStage:
                 (names.derivatives, self.works),
             )
         ]
-        result, logprobs = self._evaluate(known, responses, *tensors)
+        result, logprobs = self._evaluate(known, *tensors)
         context.results["loss"] = result.loss
         context.results["metrics"] = {**result.metrics, **self._drift(context, logprobs)}
 
     def _evaluate(
         self,
         known: Sequence[tuple[Group, GroupAdvantages]],
-        responses: Responses,
         scores: Sequence[Any],
         first: Sequence[Any],
         derivatives: Sequence[Any],
     ) -> tuple[LossResult, torch.Tensor]:
         batch = make_batch([group for group, _ in known], [values for _, values in known], self.dtype)
-        places = _places([group for group, _ in known], [work.chunk.resolve(responses) for work in self.works])
+        places = self._places([group for group, _ in known])
         logprobs, entropies = (_gather(places, scores, key, batch.advantages) for key in ("logprobs", "entropies"))
         if first:
             batch = replace(batch, first_logprobs=_gather(places, first, "logprobs", batch.advantages))
@@ -106,6 +99,23 @@ class LossStage:
             written["entropies"][: len(place)].copy_(result.d_entropies[place])
         return result, logprobs
 
+    def _places(self, groups: Sequence[Group]) -> list[torch.Tensor]:
+        """Return, per chunk, the places of its scored tokens in the canonical order of the step."""
+        responses = {
+            item.rollout_name: [response.token_ids for response in group.responses]
+            for item, group in zip(self.groups, groups, strict=True)
+            if isinstance(item, SampledGroup)
+        }
+        counts = [sum(response.mask) for group in groups for response in group.responses]
+        first = [0, *accumulate(counts)]
+        return [
+            torch.tensor(
+                [first[response] + rank for _, _, response, rank in work.chunk.resolve(responses).scored()],
+                dtype=torch.int64,
+            )
+            for work in self.works
+        ]
+
     def _drift(self, context: StageContext, logprobs: torch.Tensor) -> dict[str, float]:
         """Return how far the recomputed log-probabilities are from the sampler's, where there is one to compare."""
         if self.first or not all(isinstance(group, SampledGroup) for group in self.groups):
@@ -114,7 +124,7 @@ class LossStage:
             value
             for group in self.groups
             if isinstance(group, SampledGroup)
-            for row in read_logprobs(context, names.rollout(group.step, group.group))
+            for row in read_logprobs(context, group.rollout_name)
             for value in row
         ]
         gaps = [abs(a - b) for a, b in zip(logprobs.tolist(), sampled, strict=True)]
@@ -127,19 +137,14 @@ class LossStage:
             UsageError: the loss can't be evaluated on these rollouts, such as a KL term without reference log-probs.
         """
         known = [_at_most(group) if isinstance(group, SampledGroup) else group for group in self.groups]
-        responses = {
-            names.rollout(item.step, item.group): [response.token_ids for response in group.responses]
-            for item, (group, _) in zip(self.groups, known, strict=True)
-            if isinstance(item, SampledGroup)
-        }
         batch = make_batch([group for group, _ in known], [values for _, values in known], self.dtype)
         given = [vector for vector in (batch.old_logprobs, batch.ref_logprobs) if vector is not None]
         flat = given[0] if given else torch.zeros_like(batch.advantages)
-        places = _places([group for group, _ in known], [work.chunk.resolve(responses) for work in self.works])
+        places = self._places([group for group, _ in known])
         scores = [{key: flat[place] for key in ("logprobs", "entropies")} for place in places]
         derivatives = [{key: tensor.clone() for key, tensor in item.items()} for item in scores]
         with LiveBytes() as meter:
-            self._evaluate(known, responses, scores, scores if self.first else [], derivatives)
+            self._evaluate(known, scores, scores if self.first else [], derivatives)
         return int(meter.peak[DEVICE])
 
 
@@ -147,7 +152,7 @@ def _known(context: StageContext, group: LossGroup) -> tuple[Group, GroupAdvanta
     """Return a group with its advantages, put together from what was sampled where need be."""
     if not isinstance(group, SampledGroup):
         return group
-    return _sampled(group, read_responses(context, names.rollout(group.step, group.group)), group.advantages(context))
+    return _sampled(group, read_responses(context, group.rollout_name), group.advantages(context))
 
 
 def _at_most(group: SampledGroup) -> tuple[Group, GroupAdvantages]:
@@ -166,16 +171,6 @@ def _sampled(
         source=group.prompt.source,
     )
     return made, GroupAdvantages(values=tuple(tuple(row) for row in advantages))
-
-
-def _places(groups: Sequence[Group], batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """Return, per chunk, the places of its scored tokens in the canonical order of the step."""
-    counts = [sum(response.mask) for group in groups for response in group.responses]
-    first = [0, *accumulate(counts)]
-    return [
-        torch.tensor([first[response] + rank for _, _, response, rank in batch.scored()], dtype=torch.int64)
-        for batch in batches
-    ]
 
 
 def _gather(places: Sequence[torch.Tensor], parts: Sequence[Any], key: str, like: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class MetricsLine:
 
     def stage(self, after: str) -> Stage:
         """Return the stage; it reads ``after``, a Value that the update changes last, to come behind it."""
-        return Stage(name=f"metrics {self.update.rstrip('/')}", kind="metrics", run=self.run, config={}, reads=(after,))
+        return Stage(name=f"metrics {self.update.rstrip('/')}", kind="metrics", run=self.run, reads=(after,))
 
     def run(self, context: StageContext) -> None:
         """Write the line and leave its numbers as the run's metrics.
@@ -51,4 +51,4 @@ class MetricsLine:
         if self.ends_step:
             results.pop("rollouts", None)
         with open(context.directory / METRICS_FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(line | metrics | own), allow_nan=False) + "\n")
+            file.write(json.dumps(finite(line | results["metrics"]), allow_nan=False) + "\n")

@@ -26,12 +26,12 @@ import google_crc32c
 import numpy as np
 import torch
 
-from engine.budget import Tier
 from engine.errors import StageFailedError, UsageError
 from engine.plan import Cost, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.worker import StageContext, dtype_name, torch_dtype
 from models.float64 import accumulation_dtype
 from stages import names
+from stages.files import file_value
 from stages.optimizer_file import MASTER, MOMENTS, Contents, OptimizerFile, Reader, Writer, writing
 
 PIECE_ELEMENTS = 2**20
@@ -357,8 +357,7 @@ def save_stage(
         streams=state.streams(updates=False),
         cost=Cost(moved_bytes=float(contents.nbytes)),
     )
-    file = TensorSpec(shape=(contents.nbytes,), dtype="uint8")
-    return stage, Value(name=name, tensors={"file": file}, tiers=(Tier.DISK,), provided=True, keep=True)
+    return stage, file_value(name, contents.nbytes)
 
 
 def _save(context: StageContext, state: OptimizerState, writer: Writer, weights: str | None) -> None:

@@ -149,7 +149,7 @@ class SampledGroup:
             Sample(
                 text=self.text(ids, skip_special_tokens=True),
                 token_ids=tuple(ids),
-                finished=bool(ids) and ids[-1] in self.stop_token_ids,
+                finished=self.finished(ids),
                 prompt_ids=self.prompt.token_ids,
                 data=self.prompt.data,
                 step=self.first_step + self.step,
@@ -158,6 +158,10 @@ class SampledGroup:
             )
             for index, ids in enumerate(read_responses(context, self.rollout_name))
         ]
+
+    def finished(self, ids: Sequence[int]) -> bool:
+        """Return whether a response ended with a stop token."""
+        return bool(ids) and ids[-1] in self.stop_token_ids
 
     def text(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return ids as text; the empty text where there is no tokenizer."""
@@ -196,28 +200,30 @@ class SampledGroup:
         Raises:
             StageFailedError: the function returned something else than a finite number a response or a token.
         """
-        samples, rewards = self.samples(context), self.rewards(context)
+        responses, rewards = read_responses(context, self.rollout_name), self.rewards(context)
         given: Sequence[float | Sequence[float]]
         if "advantages" in recorded:
             given = recorded["advantages"]
         elif self.rollout.advantage is None:
-            given = self._usual(samples, rewards)
+            given = self._usual(responses, rewards)
         else:
-            given = self._given(samples, rewards)
+            given = self._given(self.samples(context), rewards)
         rows = [
-            list(value) if isinstance(value, list | tuple) else [value] * len(sample.token_ids)
-            for sample, value in zip(samples, given, strict=True)
+            list(value) if isinstance(value, list | tuple) else [value] * len(ids)
+            for ids, value in zip(responses, given, strict=True)
         ]
         most = self.rollout.max_response_tokens
         padded = [row + [0.0] * (most - len(row)) for row in rows]
         _fill(context.tensors(self.advantages_name)["values"], padded)
 
-    def _usual(self, samples: Sequence[Sample], rewards: Sequence[float]) -> Sequence[float | tuple[float, ...]]:
+    def _usual(
+        self, responses: Sequence[Sequence[int]], rewards: Sequence[float]
+    ) -> Sequence[float | tuple[float, ...]]:
         group = Group(
             prompt_ids=self.prompt.token_ids,
             responses=tuple(
-                Response(token_ids=sample.token_ids, mask=(True,) * len(sample.token_ids), reward=reward)
-                for sample, reward in zip(samples, rewards, strict=True)
+                Response(token_ids=tuple(ids), mask=(True,) * len(ids), reward=reward)
+                for ids, reward in zip(responses, rewards, strict=True)
             ),
             source=f"step {self.step}, group {self.group}",
         )
@@ -243,12 +249,12 @@ class SampledGroup:
 
 def rollout_metrics(context: StageContext, groups: Sequence[SampledGroup]) -> dict[str, float]:
     """Return what metrics say of a step's sampled responses."""
-    samples = [sample for group in groups for sample in group.samples(context)]
+    responses = [(group, ids) for group in groups for ids in read_responses(context, group.rollout_name)]
     rewards = [reward for group in groups for reward in group.rewards(context)]
     scale = max(map(abs, rewards)) or 1.0  # squares of large rewards would not be numbers
     mean = scale * (math.fsum(reward / scale for reward in rewards) / len(rewards))
     squares = math.fsum(((reward - mean) / scale) ** 2 for reward in rewards)
-    lengths = [len(sample.token_ids) for sample in samples]
+    lengths = [len(ids) for _, ids in responses]
     silent = sum(not any(any(row) for row in group.advantages(context)) for group in groups)
     return {
         "reward_mean": mean,
@@ -257,7 +263,7 @@ def rollout_metrics(context: StageContext, groups: Sequence[SampledGroup]) -> di
         "reward_max": max(rewards),
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_max": float(max(lengths)),
-        "finished_fraction": sum(sample.finished for sample in samples) / len(samples),
+        "finished_fraction": sum(group.finished(ids) for group, ids in responses) / len(responses),
         "groups_without_signal": float(silent),
     }
 

@@ -24,16 +24,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.budget import Tier
 from engine.errors import StageFailedError, UsageError
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
-from engine.worker import StageContext, torch_dtype
+from engine.worker import StageContext, dtype_name, torch_dtype
 from models.decode import Tail, decode_step
 from models.float64 import accumulation_dtype, lifted_casts
 from models.geometry import Geometry, StateLayout
 from stages import names
 from stages.checks import check_count, check_seed
 from stages.estimate import Estimator
+from stages.sampled import VECTOR_TIERS
 from stages.state import Column, PagedPrefix
 
 UNIFORM_BITS = 53
@@ -86,7 +86,7 @@ def rollout_value(name: str, group_size: int, options: SamplingOptions, dtype: s
     are in its accumulation dtype. Waves write their own rows.
     """
     shape = (group_size, options.max_response_tokens)
-    wide = str(accumulation_dtype(torch_dtype(dtype))).removeprefix("torch.")
+    wide = dtype_name(accumulation_dtype(torch_dtype(dtype)))
     return Value(
         name=name,
         tensors={
@@ -95,7 +95,7 @@ def rollout_value(name: str, group_size: int, options: SamplingOptions, dtype: s
             "logprobs": TensorSpec(shape=shape, dtype=wide),
         },
         kind=ValueKind.ORDERED,
-        tiers=(Tier.DEVICE, Tier.HOST),
+        tiers=VECTOR_TIERS,
     )
 
 

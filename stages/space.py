@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import UsageError
-from engine.plan import Choices, Plan, Stage, TensorSpec
+from engine.plan import Choices, Plan, Stage, TensorSpec, digest
 from models.policy import PolicySource
 from stages import names
 from stages.advantages import GroupAdvantages, group_advantages
 from stages.build import RunBuilder
 from stages.estimate import Estimator
-from stages.groups import Group, Prompt, StepGroup
+from stages.groups import Group, Prompt, StepGroup, group_data
 from stages.loss_stage import LossStage
 from stages.losses import LossConfig
 from stages.optimizer import OptimizerState
@@ -60,6 +60,16 @@ class GrpoSpace:
     @cached_property
     def estimator(self) -> Estimator:
         return Estimator(self.policy, self.settings.dtype)
+
+    @cached_property
+    def step_digests(self) -> list[str]:
+        """A hash of every step's groups, made once for all lowerings and epochs: a prompt may have millions of ids."""
+        return [digest([group_data(group) for group in groups]) for groups in self.steps]
+
+    @cached_property
+    def rollouts_digest(self) -> str:
+        """A hash of the groups of all steps."""
+        return digest([[group_data(group) for group in groups] for groups in self.steps])
 
     @cached_property
     def load_workspace_bytes(self) -> int:

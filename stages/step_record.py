@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from engine.budget import Tier
 from engine.errors import RunDirectoryError
-from engine.plan import Stage, TensorSpec, Value, ValueKind, digest
+from engine.plan import Stage, Value, ValueKind, digest
 from engine.worker import StageContext
 from stages import names
+from stages.files import file_value
 from stages.rewards import SampledGroup, rollout_metrics
 from stages.sampled import read_logprobs, read_responses
 from stages.sampling import SampleWork
@@ -53,18 +53,6 @@ class SampledSizes:
     file_bytes: dict[str, int] = field(default_factory=dict)
 
 
-def file_value(name: str, nbytes: int) -> Value:
-    """Return the Value of a rollouts file."""
-    return Value(
-        name=name,
-        tensors={"file": TensorSpec(shape=(nbytes,), dtype="uint8")},
-        kind=ValueKind.ORDERED,
-        tiers=(Tier.DISK,),
-        provided=True,
-        keep=True,
-    )
-
-
 @dataclass(kw_only=True)
 class StepRecord:
     """A step's rollouts file: its Value, the stages that write it, and what of it was there before.
@@ -80,7 +68,8 @@ class StepRecord:
     @property
     def value(self) -> Value:
         """The file, at its largest."""
-        return file_value(f"{names.step_prefix(self.step)}rollouts", sum(_most_bytes(group) for group in self.groups))
+        name = f"{names.step_prefix(self.step)}rollouts"
+        return file_value(name, sum(_most_bytes(group) for group in self.groups), kind=ValueKind.ORDERED)
 
     def rollouts_stage(self) -> Stage:
         """Return the stage that writes the file once everything is sampled."""

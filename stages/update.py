@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from engine.budget import Tier
 from engine.errors import StageFailedError, UsageError
 from engine.plan import Cost, Stage, TensorSpec, Value
 from engine.worker import StageContext, dtype_name
 from models.dense import EMBEDDING_GRADIENT, HEAD_GRADIENT
 from models.float64 import accumulation_dtype
 from stages.optimizer import OptimizerState, Part
+from stages.sampled import VECTOR_TIERS
 
 _COUNTER_BYTES = 4
 # Adam's step counter is a float32 number for every part, as torch's kernel wants it.
@@ -75,7 +75,7 @@ def global_norm(gradients: Mapping[str, torch.Tensor]) -> float:
 def clip_value(name: str, dtype: torch.dtype) -> Value:
     """Return the Value of a clip stage's factor; ``dtype`` is that of the weights."""
     scale = TensorSpec(shape=(1,), dtype=dtype_name(accumulation_dtype(dtype)))
-    return Value(name=name, tensors={"scale": scale}, tiers=(Tier.DEVICE, Tier.HOST))
+    return Value(name=name, tensors={"scale": scale}, tiers=VECTOR_TIERS)
 
 
 def clip_stage(*, name: str, gradients: Value, clip: str, max_grad_norm: float, result: str = "grad_norm") -> Stage:
