@@ -27,8 +27,8 @@ class Machine(Protocol):
     def move(self, value: Value, source: Tier, target: Tier) -> None:
         """Copy a Value and free it at the source."""
 
-    def run(self, stage: Stage) -> None:
-        """Run a stage."""
+    def run(self, stage: Stage, slots: int = 1) -> None:
+        """Run a stage whose streams have ``slots`` buffers of a piece each."""
 
     def drop(self, value: Value, tier: Tier) -> None:
         """Free a Value."""
@@ -80,11 +80,11 @@ def drive(
                 machine.create(plan.values[name], tier)
             case Move(value=name, source=source, target=target):
                 machine.move(plan.values[name], source, target)
-            case Run(stage=name):
+            case Run(stage=name, slots=slots):
                 planned = dict(ledger.live)
                 for observer in observers:
                     observer.stage_begins(stages[name], planned)
-                machine.run(stages[name])
+                machine.run(stages[name], slots)
                 for observer in observers:
                     observer.stage_ends(stages[name], planned)
             case Drop(value=name, tier=tier):

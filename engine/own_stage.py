@@ -27,7 +27,7 @@ from engine.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-    from engine.worker import StageContext
+    from engine.context import StageContext
 
 REPORTED = "reported"
 FRESH = "reported since the last line of metrics"

@@ -146,7 +146,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One unit of work. ``run`` takes the worker's context (`engine.worker.StageContext`).
+    """One unit of work. ``run`` takes the worker's context (`engine.context.StageContext`).
 
     ``config`` is all that decides the result beside the inputs: it goes into the recipe key.
     ``workspace_bytes`` is what the stage needs on the device only while it runs, beyond its Values and buffers;

@@ -111,7 +111,7 @@ class Plan:
     functions that are called by name (``audit`` and ``compare`` by the command line; ``actual``, which returns
     `ActualSizes`, after a run whose sizes were not all known before); ``taps`` are extra outputs by name
     (``gradients``). ``kept_folders`` are folders in the results for files that a resumed run finds again, since they
-    must not be made twice (`engine.worker.StageContext.keep_file`). ``choices`` says how the plan was lowered,
+    must not be made twice (`engine.context.StageContext.keep_file`). ``choices`` says how the plan was lowered,
     ``space`` how else it could be.
     """
 

@@ -40,11 +40,15 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Run a stage; ``buffer_bytes`` are those of its streams, ``workspace_bytes`` its own."""
+    """Run a stage; ``buffer_bytes`` are those of its streams, ``workspace_bytes`` its own.
+
+    Each of its streams passes through ``slots`` buffers of one piece: with two, the next piece comes while one is used.
+    """
 
     stage: str
     workspace_bytes: int
     buffer_bytes: int
+    slots: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

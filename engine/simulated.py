@@ -38,7 +38,7 @@ class SimulatedMachine:
         self.where[value.name] = target
         self.clock_s += self._transfer(source, target, value.nbytes)
 
-    def run(self, stage: Stage) -> None:
+    def run(self, stage: Stage, slots: int = 1) -> None:
         seconds = self.profile.seconds(stage.cost)
         for stream in stage.streams:
             for name in stream.values:

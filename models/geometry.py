@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from engine.plan import Cost
-from engine.worker import dtype_name
+from engine.tensors import dtype_name
 from models.float64 import accumulation_dtype
 
 _KERNELS_A_LAYER = 45

@@ -23,7 +23,7 @@ from engine.hardware import load_profile
 from engine.plan import Choices
 from engine.planner import forecast
 from engine.runtime import execute
-from engine.worker import dtype_name
+from engine.tensors import dtype_name
 from stages.dense import dense_gradient
 from stages.groups import Group, StepGroup
 from stages.rollouts import read_rollouts

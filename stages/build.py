@@ -17,7 +17,7 @@ import torch
 
 from engine.budget import Tier
 from engine.plan import ActualSizes, Choices, Cost, Plan, Stage, Tap, Value, ValueKind
-from engine.worker import dtype_name
+from engine.tensors import dtype_name
 from models.dense import HEAD_GRADIENT
 from models.float64 import accumulation_dtype
 from models.geometry import geometry, state_layout

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.budget import Tier
 from engine.plan import Cost, Stage, TensorSpec, Value, ValueKind
-from engine.worker import dtype_name
+from engine.tensors import dtype_name
 from models.dense import HEAD_GRADIENT
 from stages import names
 from stages.compute import HeadOptions

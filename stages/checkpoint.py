@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from safetensors.numpy import save_file
 
+from engine.context import StageContext
 from engine.plan import TensorSpec
 from engine.run import atomic_directory, atomic_file, disk_usage_bytes
-from engine.worker import StageContext
 from models.policy import PolicySource, quiet
 from stages import names
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from engine.context import StageContext
 from engine.plan import TensorSpec, digest
-from engine.worker import StageContext
 from models.chunk import backward_chunk, forward_chunk
 from models.float64 import lifted_casts
 from models.geometry import StateLayout

@@ -15,7 +15,8 @@ from engine.budget import Tier
 from engine.errors import StageFailedError, UnsupportedModelError
 from engine.memory import DEVICE, LiveBytes
 from engine.plan import Plan, Stage, TensorSpec
-from engine.worker import TorchMachine, dtype_name
+from engine.tensors import dtype_name
+from engine.worker import TorchMachine
 from models.policy import PolicySource
 from models.support import walk_logits
 from models.tracing import TracedModel

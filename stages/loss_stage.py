@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from engine.context import StageContext
 from engine.memory import DEVICE, LiveBytes
-from engine.worker import StageContext
 from stages import names
 from stages.advantages import GroupAdvantages
 from stages.compute import ChunkWork

@@ -10,12 +10,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from engine.context import StageContext
 from engine.errors import StageFailedError
 from engine.own_stage import take_reports
 from engine.plan import Stage
 from engine.run import METRICS_FILE
 from engine.runtime import finite
-from engine.worker import StageContext
 
 
 @dataclass(frozen=True, kw_only=True)

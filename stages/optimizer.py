@@ -26,9 +26,10 @@ import google_crc32c
 import numpy as np
 import torch
 
+from engine.context import StageContext
 from engine.errors import StageFailedError, UsageError
 from engine.plan import Cost, Stage, Stream, TensorSpec, Value, ValueKind
-from engine.worker import StageContext, dtype_name, torch_dtype
+from engine.tensors import dtype_name, torch_dtype
 from models.float64 import accumulation_dtype
 from stages import names
 from stages.files import file_value

@@ -8,7 +8,7 @@ before anything is sampled, every response has its longest length.
 from __future__ import annotations
 
 from engine.budget import Tier
-from engine.worker import StageContext
+from engine.context import StageContext
 
 VECTOR_TIERS = (Tier.DEVICE, Tier.HOST)
 # Where a few numbers a token may live: a file for each would be absurd.

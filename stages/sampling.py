@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.context import StageContext
 from engine.errors import StageFailedError, UsageError
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
-from engine.worker import StageContext, dtype_name, torch_dtype
+from engine.tensors import dtype_name, torch_dtype
 from models.decode import Tail, decode_step
 from models.float64 import accumulation_dtype, lifted_casts
 from models.geometry import Geometry, StateLayout

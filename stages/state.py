@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.context import StageContext
 from engine.plan import TensorSpec, Value, ValueKind
-from engine.worker import StageContext
 from models.geometry import StateLayout
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from engine.context import StageContext
 from engine.errors import RunDirectoryError
 from engine.plan import Stage, Value, ValueKind, digest
-from engine.worker import StageContext
 from stages import names
 from stages.files import file_value
 from stages.rewards import SampledGroup, rollout_metrics

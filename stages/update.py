@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from engine.context import StageContext
 from engine.errors import StageFailedError, UsageError
 from engine.plan import Cost, Stage, TensorSpec, Value
-from engine.worker import StageContext, dtype_name
+from engine.tensors import dtype_name
 from models.dense import EMBEDDING_GRADIENT, HEAD_GRADIENT
 from models.float64 import accumulation_dtype
 from stages.optimizer import OptimizerState, Part

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from engine.budget import Budget, Tier
+from engine.context import StageContext
 from engine.hardware import load_profile
 from engine.plan import Plan, Stage, TensorSpec, Value, ValueKind
 from engine.planner import forecast
 from engine.runtime import Outcome, execute
-from engine.worker import StageContext, dtype_name
+from engine.tensors import dtype_name
 from models.float64 import accumulation_dtype
 from stages import AdamWOptions
 from stages.optimizer import OptimizerState, load_stage, save_stage

@@ -21,13 +21,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from engine.budget import Budget, Tier
+from engine.context import StageContext
 from engine.errors import RunDirectoryError
 from engine.hardware import load_profile
 from engine.plan import Stage
 from engine.planner import Forecast, forecast
 from engine.runtime import execute
 from engine.schedule import device_floor
-from engine.worker import StageContext
 from models.policy import find_policy
 from stages import (
     AdamWOptions,

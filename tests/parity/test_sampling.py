@@ -19,13 +19,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.budget import Tier
+from engine.context import StageContext
 from engine.errors import StageFailedError
 from engine.hardware import load_profile
 from engine.plan import Plan, Stage, Stream, Value, ValueKind
 from engine.planner import Forecast, forecast
 from engine.runtime import Outcome, execute
 from engine.schedule import device_floor
-from engine.worker import StageContext, dtype_name
+from engine.tensors import dtype_name
 from models.attention import EmptyPrefix
 from models.chunk import forward_chunk
 from models.float64 import lifted_casts

@@ -28,8 +28,9 @@ from engine.schedule import Create, Drop, Move, Run, Schedule, device_floor, mak
 from engine.simulated import SimulatedMachine
 
 if TYPE_CHECKING:
+    from engine.context import StageContext
     from engine.memory import LiveBytes
-    from engine.worker import StageContext, TorchMachine
+    from engine.worker import TorchMachine
 
 DTYPES = ("float32", "float64", "bfloat16")
 TIERS = (ALL_TIERS, ALL_TIERS, ALL_TIERS, (Tier.DEVICE,), (Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.DISK))
@@ -393,7 +394,7 @@ def touch(context: StageContext) -> None:
 
 def change_pages(context: StageContext, name: str, scratch: Any, rng: random.Random) -> Iterator[int]:
     """Add or write some rows of some pieces; the numbers come through the workspace, so nothing else is allocated."""
-    from engine.worker import torch_dtype
+    from engine.tensors import torch_dtype
 
     spec = context._machine.plan.values[name].tensors["pages"]
     num_pieces, num_parts, tokens, width = spec.shape

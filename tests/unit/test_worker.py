@@ -12,6 +12,7 @@ import torch
 import zarr
 
 from engine.budget import UNLIMITED_BYTES, Budget, Tier, unlimited
+from engine.context import StageContext
 from engine.driver import drive
 from engine.errors import EngineError, StageFailedError, UsageError
 from engine.hardware import PROFILES
@@ -22,7 +23,8 @@ from engine.planner import forecast
 from engine.runtime import Outcome, execute
 from engine.schedule import make_schedule, staging_need
 from engine.store import Store
-from engine.worker import StageContext, TorchMachine, dtype_name, torch_dtype
+from engine.tensors import dtype_name, torch_dtype
+from engine.worker import TorchMachine
 
 PAGES = TensorSpec(shape=(3, 2, 4, 5), dtype="float32")  # three pieces of two parts with four tokens
 
