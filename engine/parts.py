@@ -112,14 +112,17 @@ class Value:
 class Stream:
     """Values that a stage uses piece by piece, from wherever they live.
 
-    Pieces of Values that are off the device pass through one buffer of the largest piece. A stream whose pieces are
-    only written has no use for it (``buffered`` false). ``passes`` is how often the stage goes through all of them.
+    Pieces of Values that are off the device pass through one buffer of the largest piece, or through two, so that the
+    next one comes while one is used. A stream whose pieces are only written has no use for it (``buffered`` false).
+    ``passes`` is how often the stage goes through them; ``pieces`` says how many pieces of each Value a pass touches
+    where that is not all of them, for the time it takes.
     """
 
     values: tuple[str, ...]
     updates: bool = False
     buffered: bool = True
     passes: int = 1
+    pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
