@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from engine.budget import Tier
 from engine.errors import UsageError
 from engine.plan import Cost
 
@@ -26,11 +27,25 @@ class HardwareProfile:
     host_link_bytes_per_s: float
     disk_bytes_per_s: float
     kernel_s: float
+    overlap: float = 1.0
 
     def seconds(self, cost: Cost) -> float:
         """Return the time of a stage of this cost."""
         work = max(cost.flops / self.flops_per_s, cost.moved_bytes / self.memory_bytes_per_s)
         return work + cost.num_kernels * self.kernel_s
+
+    def transfer_s(self, source: Tier, target: Tier, nbytes: int, num_pieces: int) -> float:
+        """Return the time that ``nbytes`` in ``num_pieces`` pieces take from one tier to another."""
+        seconds = 0.0
+        if Tier.DEVICE in (source, target):
+            seconds += nbytes / self.host_link_bytes_per_s
+        if Tier.DISK in (source, target):
+            seconds += nbytes / self.disk_bytes_per_s
+        return seconds
+
+    def together_s(self, compute_s: float, hidden_s: float, waited_s: float) -> float:
+        """Return the time of a stage: compute, transfers hidden behind it as far as can be, transfers it waits for."""
+        return max(compute_s, hidden_s) + (1.0 - self.overlap) * min(compute_s, hidden_s) + waited_s
 
 
 PROFILES = {
