@@ -12,7 +12,7 @@ from typing import Protocol
 from engine.budget import Budget, Tier
 from engine.ledger import Ledger
 from engine.plan import Plan, Stage, Value
-from engine.schedule import STAGING_ENTRY, Create, Drop, Instruction, Move, Run, Schedule, begin, end
+from engine.schedule import STAGING_ENTRY, Copy, Create, Drop, Instruction, Run, Schedule, begin, end
 
 
 class Machine(Protocol):
@@ -24,14 +24,14 @@ class Machine(Protocol):
     def create(self, value: Value, tier: Tier) -> None:
         """Bring a Value to life on a tier, zero."""
 
-    def move(self, value: Value, source: Tier, target: Tier) -> None:
-        """Copy a Value and free it at the source."""
+    def copy(self, value: Value, source: Tier, target: Tier, *, alongside: bool) -> None:
+        """Copy a Value to another tier; ``alongside`` the next stage, it is complete when that stage is."""
 
     def run(self, stage: Stage, slots: int = 1) -> None:
         """Run a stage whose streams have ``slots`` buffers of a piece each."""
 
     def drop(self, value: Value, tier: Tier) -> None:
-        """Free a Value."""
+        """Free the copy of a Value on a tier."""
 
 
 class Observer(Protocol):
@@ -78,8 +78,8 @@ def drive(
         match instruction:
             case Create(value=name, tier=tier):
                 machine.create(plan.values[name], tier)
-            case Move(value=name, source=source, target=target):
-                machine.move(plan.values[name], source, target)
+            case Copy(value=name, source=source, target=target, alongside=alongside):
+                machine.copy(plan.values[name], source, target, alongside=alongside)
             case Run(stage=name, slots=slots):
                 planned = dict(ledger.live)
                 for observer in observers:

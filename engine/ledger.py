@@ -29,6 +29,10 @@ class Ledger:
         """Return the bytes that may still be added on ``tier``."""
         return self.budget[tier] - self.live[tier]
 
+    def has(self, tier: Tier, entry: str) -> bool:
+        """Return whether an entry is on ``tier``."""
+        return entry in self._entries[tier]
+
     def add(self, tier: Tier, entry: str, nbytes: int) -> None:
         """Count ``nbytes`` for ``entry`` on ``tier``.
 

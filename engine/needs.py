@@ -2,8 +2,8 @@
 
 A *use* is one stage touching one Value: *resident* (the Value is on the device while the stage runs) or *streamed*
 (piece by piece, from wherever the Value lives). Stages and Values are numbered: stages in one order, Values in the
-order of their first use. A Value lives from its first use, its *birth*, to its last, its *death*; one that is kept
-lives to the end.
+order of their first use. A Value lives from its first use, its *birth*, to its last, its *death*; the death of one that
+is kept is beyond the last stage.
 
 Kinds of Values: a *movable* one may be on the device and elsewhere too; a *pinned* one is on the device only; an
 *outside* one never is.
@@ -13,7 +13,7 @@ This module is pure: no I/O, no clock, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -38,14 +38,21 @@ class Use(NamedTuple):
     changes: bool
 
 
-class StreamUse(NamedTuple):
-    """Bytes and pieces of a movable or outside Value that one stage streams in and out."""
+class Touch(NamedTuple):
+    """Bytes of a Value that a stream brings in, takes out, or both, and in how many pieces."""
 
-    stage: int
-    value: int
+    value: str
     in_bytes: int
     out_bytes: int
     num_pieces: int
+
+
+class StreamUse(NamedTuple):
+    """A stage and a Value, by number, that it streams."""
+
+    stage: int
+    value: int
+    touch: Touch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,7 @@ class Needs:
         nbytes, births, deaths: of every Value.
         workspace_bytes: of every stage.
         buffer_bytes: of every stage, what its streams need with one buffer each.
+        outside_buffer_bytes: the part of that for streams with Values that are never on the device.
     """
 
     plan: Plan
@@ -71,6 +79,7 @@ class Needs:
     deaths: Numbers
     workspace_bytes: Bytes
     buffer_bytes: Bytes
+    outside_buffer_bytes: Bytes
 
     @property
     def num_stages(self) -> int:
@@ -135,7 +144,7 @@ def needs_of(plan: Plan, stages: Sequence[Stage]) -> Needs:
     uses: list[list[Use]] = []
     streams: list[StreamUse] = []
     largest: list[int] = []
-    buffer_bytes = np.zeros(len(stages), dtype=np.int64)
+    buffer_bytes, outside_buffer_bytes = np.zeros((2, len(stages)), dtype=np.int64)
     for index, stage in enumerate(stages):
         changes = set(stage.changes())
         resident = dict.fromkeys(stage.resident())
@@ -147,10 +156,13 @@ def needs_of(plan: Plan, stages: Sequence[Stage]) -> Needs:
             uses[numbers[name]].append(Use(index, name in resident, name in changes))
         for stream in stage.streams:
             if stream.buffered:
-                buffer_bytes[index] += max((largest[numbers[name]] for name in stream.values), default=0)
-            streams += _stream_uses(plan, stream, index, numbers)
+                nbytes = max((largest[numbers[name]] for name in stream.values), default=0)
+                buffer_bytes[index] += nbytes
+                if any(Tier.DEVICE not in plan.values[name].tiers for name in stream.values):
+                    outside_buffer_bytes[index] += nbytes
+            streams += [StreamUse(index, numbers[touch.value], touch) for touch in touches(plan, stream)]
     values = [plan.values[name] for name in numbers]
-    last = len(stages) - 1
+    end = len(stages)
     return Needs(
         plan=plan,
         stages=tuple(stages),
@@ -160,10 +172,11 @@ def needs_of(plan: Plan, stages: Sequence[Stage]) -> Needs:
         nbytes=np.array([value.nbytes for value in values], dtype=np.int64),
         births=np.array([mine[0].stage for mine in uses], dtype=np.int64),
         deaths=np.array(
-            [last if value.keep else mine[-1].stage for value, mine in zip(values, uses, strict=True)], dtype=np.int64
+            [end if value.keep else mine[-1].stage for value, mine in zip(values, uses, strict=True)], dtype=np.int64
         ),
         workspace_bytes=np.array([stage.workspace_bytes for stage in stages], dtype=np.int64),
         buffer_bytes=buffer_bytes,
+        outside_buffer_bytes=outside_buffer_bytes,
     )
 
 
@@ -172,22 +185,12 @@ def _largest_piece_bytes(value: Value) -> int:
     return 0 if value.pinned else max((spec.piece_bytes for spec in value.tensors.values()), default=0)
 
 
-def _stream_uses(plan: Plan, stream: Stream, index: int, numbers: dict[str, int]) -> list[StreamUse]:
-    found = []
+def touches(plan: Plan, stream: Stream) -> Iterator[Touch]:
+    """Yield what a stage's stream touches of every Value that is not pinned."""
     for position, name in enumerate(stream.values):
         value = plan.values[name]
-        if value.pinned:
-            continue
-        spec = next(iter(value.tensors.values()))
-        pieces = stream.passes * (stream.pieces[position] if stream.pieces else spec.num_pieces)
-        nbytes = pieces * spec.piece_bytes
-        found.append(
-            StreamUse(
-                index,
-                numbers[name],
-                nbytes if stream.buffered else 0,
-                nbytes if stream.updates else 0,
-                pieces * (stream.buffered + stream.updates),
-            )
-        )
-    return found
+        if not value.pinned:
+            spec = next(iter(value.tensors.values()))
+            pieces = stream.passes * (stream.pieces[position] if stream.pieces else spec.num_pieces)
+            nbytes = pieces * spec.piece_bytes
+            yield Touch(name, nbytes if stream.buffered else 0, nbytes if stream.updates else 0, pieces)

@@ -70,7 +70,7 @@ def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
         )
     chosen = _choose(plan, budget, smallest)
     try:
-        schedule = make_schedule(chosen, budget)
+        schedule = make_schedule(chosen, budget, profile)
     except DoesNotFitError as error:
         error.report = _report(chosen, str(error.report.get("binding_stage")), smallest_bytes, budget)
         raise

@@ -14,7 +14,7 @@ from engine.pictures.terminal import draw_text
 from engine.plan import Plan
 from engine.planner import Forecast
 from engine.runtime import Outcome
-from engine.schedule import Create, Move
+from engine.schedule import Copy, Create
 from engine.units import format_bytes, format_seconds
 
 MOST_NODES, MOST_ROWS = 30, 100
@@ -39,7 +39,7 @@ def spilled(forecast: Forecast) -> dict[Tier, int]:
     found = {Tier.HOST: 0, Tier.DISK: 0}
     for item in forecast.schedule.instructions:
         value = getattr(item, "value", None)
-        tier = item.tier if isinstance(item, Create) else item.target if isinstance(item, Move) else None
+        tier = item.tier if isinstance(item, Create) else item.target if isinstance(item, Copy) else None
         if tier in found and value is not None and not forecast.plan.values[value].provided:
             found[tier] += forecast.plan.values[value].nbytes
     return found

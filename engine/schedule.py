@@ -1,41 +1,53 @@
 """When everything happens and where everything lives, decided ahead of time.
 
-`make_schedule` walks the stages in the plan's one order and emits instructions. Before a stage runs, what it reads,
-writes and updates is on the device; whatever else is there leaves, farthest next use first, until the stage's
-workspace and stream buffers fit. Leaving Values go to the host while it has room, then to disk. A streamed Value that
-is born takes the device if it fits without pushing anything out. Values are dropped at once after their last use.
+A *schedule* is a list of instructions. `make_schedule` puts the stages in the plan's order, lets `engine.placer` choose
+where Values live, and writes down what follows: before a stage, copies of what it needs on the device; the stage; then
+what is stored and dropped.
 
-What is guaranteed: no tier's budget is ever exceeded (the same `Ledger` is asked for every byte), and a plan whose
-`device_floor` is within the device budget always gets a schedule if host and disk have room. What is not: that the
-schedule is the fastest one.
+A copy is either waited for, or it runs *alongside* the next stage and is complete when that stage is.
+
+What is guaranteed: no tier's budget is ever exceeded; a plan whose `device_floor` is within the device budget gets a
+schedule if host and disk have room, and one whose floor is not gets none; a larger budget never gives a slower
+schedule; the same plan, budget and profile give the same schedule. What is not: that the schedule is the fastest one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from engine.budget import Budget, Tier
 from engine.errors import DoesNotFitError
+from engine.hardware import HardwareProfile
 from engine.ledger import Ledger
-from engine.plan import Plan, Stage, Value
+from engine.needs import Needs, needs_of
+from engine.placement import Event, Placement, Step
+from engine.placer import Placer
+from engine.plan import Plan, Stage
 from engine.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Create:
-    """Bring a Value to life on a tier."""
+    """Bring a Value to life on a tier, zero."""
 
     value: str
     tier: Tier
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
-    """Copy a Value from one tier to another and free it at the source (a spill or a fetch)."""
+class Copy:
+    """Copy a Value from one tier to another, where a copy is made if there is none (a fetch or a store).
+
+    With ``alongside`` it runs while the next stage does, and is complete when that is.
+    """
 
     value: str
     source: Tier
     target: Tier
+    alongside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +65,13 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Drop:
-    """Free a Value."""
+    """Free the copy of a Value on a tier."""
 
     value: str
     tier: Tier
 
 
-Instruction = Create | Move | Run | Drop
+Instruction = Create | Copy | Run | Drop
 
 STAGING_ENTRY = "disk staging buffer"
 
@@ -69,7 +81,7 @@ class Schedule:
     """An ordered list of instructions for one worker, and what it takes.
 
     ``staging_bytes`` of host memory are held throughout where the disk is used; ``binding_stage`` is the stage during
-    which the device peak is reached.
+    which the device peak is reached; ``seconds`` is the time that it takes on the hardware it was made for.
     """
 
     instructions: tuple[Instruction, ...]
@@ -77,6 +89,7 @@ class Schedule:
     staging_bytes: int
     peak_bytes: dict[Tier, int]
     binding_stage: str
+    seconds: float
 
 
 def begin(ledger: Ledger, plan: Plan, instruction: Instruction) -> None:
@@ -84,34 +97,23 @@ def begin(ledger: Ledger, plan: Plan, instruction: Instruction) -> None:
     match instruction:
         case Create(value=name, tier=tier):
             ledger.add(tier, name, plan.values[name].nbytes)
-        case Move(value=name, target=target):
+        case Copy(value=name, target=target) if not ledger.has(target, name):
             ledger.add(target, name, plan.values[name].nbytes)
         case Run(stage=name):
             ledger.add(Tier.DEVICE, f"workspace of {name}", instruction.workspace_bytes + instruction.buffer_bytes)
-        case Drop():
+        case _:
             pass
 
 
 def end(ledger: Ledger, instruction: Instruction) -> None:
     """Uncount what an instruction leaves behind."""
     match instruction:
-        case Move(value=name, source=source):
-            ledger.remove(source, name)
         case Run(stage=name):
             ledger.remove(Tier.DEVICE, f"workspace of {name}")
         case Drop(value=name, tier=tier):
             ledger.remove(tier, name)
-        case Create():
+        case _:
             pass
-
-
-def lifetimes(stages: list[Stage]) -> dict[str, list[int]]:
-    """Return, per Value, the indices of the stages that use it, ascending."""
-    uses: dict[str, list[int]] = {}
-    for index, stage in enumerate(stages):
-        for name in dict.fromkeys(stage.uses()):
-            uses.setdefault(name, []).append(index)
-    return uses
 
 
 def device_floor(plan: Plan) -> tuple[int, Stage]:
@@ -124,26 +126,9 @@ def device_floor(plan: Plan) -> tuple[int, Stage]:
     room, since everything else can leave.
     """
     stages = plan.ordered()
-    uses = lifetimes(stages)
-    best, binding, pinned = 0, stages[0], 0
-    for index, stage in enumerate(stages):
-        names = dict.fromkeys(stage.uses())
-        pinned += sum(plan.values[n].nbytes for n in names if plan.values[n].pinned and uses[n][0] == index)
-        resident = sum(plan.values[n].nbytes for n in dict.fromkeys(stage.resident()) if _takes_device(plan.values[n]))
-        streams = sum(plan.buffer_bytes(stream) for stream in stage.streams)
-        need = pinned + resident + streams + stage.workspace_bytes
-        if need > best:
-            best, binding = need, stage
-        pinned -= sum(
-            plan.values[n].nbytes
-            for n in names
-            if plan.values[n].pinned and uses[n][-1] == index and not plan.values[n].keep
-        )
-    return best, binding
-
-
-def _takes_device(value: Value) -> bool:
-    return Tier.DEVICE in value.tiers and not value.pinned
+    least = needs_of(plan, stages).least_bytes(1)
+    number = int(np.argmax(least))
+    return int(least[number]), stages[number]
 
 
 def staging_need(plan: Plan) -> int:
@@ -157,197 +142,119 @@ def staging_need(plan: Plan) -> int:
     return max(pieces, default=0)
 
 
-def make_schedule(plan: Plan, budget: Budget) -> Schedule:
-    """Return a schedule of ``plan`` within ``budget``.
+def make_schedule(plan: Plan, budget: Budget, profile: HardwareProfile) -> Schedule:
+    """Return the fastest schedule of ``plan`` within ``budget`` that is found for hardware of ``profile``.
 
     Raises:
         DoesNotFitError: there is none, or host and disk are too small for what has to leave the device.
         PlanError: the plan is not well formed.
     """
-    stages = plan.ordered()
-    try:
-        return _with_staging(plan, stages, budget, disk_first=False)
-    except DoesNotFitError as error:
-        try:  # the host may have been filled with what could have gone to disk
-            return _with_staging(plan, stages, budget, disk_first=True)
-        except DoesNotFitError:
-            raise error from None
+    placer = Placer(needs=needs_of(plan, plan.ordered()), profile=profile)
+    placement, seconds = _best_placement(placer, budget)
+    return _written_down(placer.needs, placement, budget, seconds)
 
 
-def _with_staging(plan: Plan, stages: list[Stage], budget: Budget, *, disk_first: bool) -> Schedule:
-    """Schedule without the host buffer that disk transfers need, and once more with it if the disk is used."""
-    schedule = _Scheduler(plan, stages, budget, staging_bytes=0, disk_first=disk_first).run()
-    if any(Tier.DISK in _tiers_of(plan, item) for item in schedule.instructions):
-        staging_bytes = staging_need(plan)
-        schedule = _Scheduler(plan, stages, budget, staging_bytes=staging_bytes, disk_first=disk_first).run()
-    return schedule
+def _best_placement(placer: Placer, budget: Budget) -> tuple[Placement, float]:
+    """Return the fastest placement that is found, with its time."""
+    _check_device(placer.needs, budget)
+    staging_bytes = staging_need(placer.needs.plan)
+    best: tuple[Placement, float] | None = None
+    refusal: DoesNotFitError | None = None
+    for candidate in placer.candidates(budget.device_bytes):
+        try:
+            placement = placer.housed(candidate, budget, staging_bytes)
+        except DoesNotFitError as error:
+            refusal = refusal or error
+            continue
+        seconds = placer.seconds(placement)
+        if best is None or seconds < best[1]:
+            best = placement, seconds
+    if best is None:
+        raise refusal or DoesNotFitError("no schedule was found")
+    return best
 
 
-def _tiers_of(plan: Plan, instruction: Instruction) -> tuple[Tier, ...]:
-    match instruction:
-        case Create(value=name, tier=tier) if not plan.values[name].provided:
-            return (tier,)
-        case Move(target=target):
-            return (target,)
-    return ()
-
-
-class _Scheduler:
-    def __init__(
-        self, plan: Plan, stages: list[Stage], budget: Budget, *, staging_bytes: int, disk_first: bool
-    ) -> None:
-        self.plan, self.stages = plan, stages
-        self.lower_tiers = (Tier.DISK, Tier.HOST) if disk_first else (Tier.HOST, Tier.DISK)
-        self.ledger = Ledger(budget)
-        self.uses = lifetimes(stages)
-        self.cursor = dict.fromkeys(self.uses, 0)
-        self.where: dict[str, Tier] = {}
-        self.on_device: dict[str, None] = {}  # movable Values there, oldest first
-        self.instructions: list[Instruction] = []
-        self.staging_bytes = staging_bytes
-        self.binding, self.binding_bytes = stages[0].name if stages else "", -1
-
-    def run(self) -> Schedule:
-        if self.staging_bytes > self.ledger.free(Tier.HOST):
-            raise DoesNotFitError(
-                f"the disk is needed, and with it a host buffer of {format_bytes(self.staging_bytes)} (the largest "
-                f"piece of any Value that may go there), but the host budget is "
-                f"{format_bytes(self.ledger.budget.host_bytes)}; give at least --budget host={self.staging_bytes}, or "
-                "more device"
-            )
-        if self.staging_bytes:
-            self.ledger.add(Tier.HOST, STAGING_ENTRY, self.staging_bytes)
-        for index, stage in enumerate(self.stages):
-            try:
-                self._prepare(stage)
-                self._run(stage)
-            except DoesNotFitError as error:
-                error.report["binding_stage"] = stage.name
-                raise
-            self._finish(index, stage)
-        return Schedule(
-            instructions=tuple(self.instructions),
-            stages=tuple(self.stages),
-            staging_bytes=self.staging_bytes,
-            peak_bytes=dict(self.ledger.peak),
-            binding_stage=self.binding,
-        )
-
-    def _emit(self, instruction: Instruction) -> None:
-        begin(self.ledger, self.plan, instruction)
-        if isinstance(instruction, Run) and self.ledger.live[Tier.DEVICE] > self.binding_bytes:
-            self.binding, self.binding_bytes = instruction.stage, self.ledger.live[Tier.DEVICE]
-        end(self.ledger, instruction)
-        self.instructions.append(instruction)
-
-    def _prepare(self, stage: Stage) -> None:
-        """Make room for a stage, then bring to the device what it needs there."""
-        resident = dict.fromkeys(stage.resident())
-        streamed = dict.fromkeys(name for stream in stage.streams for name in stream.values)
-        born = [name for name in streamed if name not in self.where and not self.plan.values[name].pinned]
-        incoming = [name for name in resident if self._belongs_on_device(name) and not self._is_on_device(name)]
-        incoming += [name for name in streamed if name not in self.where and self.plan.values[name].pinned]
-        need = stage.workspace_bytes + self._bytes(incoming)
-        buffers = sum(self.plan.buffer_bytes(stream) for stream in stage.streams)
-        all_stay = all(self._is_on_device(name) or self._may_be_born_there(name) for name in streamed)
-        if not (all_stay and need + self._bytes(born) <= self.ledger.free(Tier.DEVICE)):
-            need += buffers
-            self._evict(stage, resident, need)
-        room = self.ledger.free(Tier.DEVICE) - need
-        for name in (name for name in resident if name not in self.where and name not in incoming):
-            self._create(name, self.plan.values[name].tiers[0])
-        for name in born:
-            room -= self._place(name, room)
-        for name in incoming:
-            self._bring(name, stage)
-
-    def _is_on_device(self, name: str) -> bool:
-        return self.where.get(name) is Tier.DEVICE
-
-    def _may_be_born_there(self, name: str) -> bool:
-        return name not in self.where and self._belongs_on_device(name)
-
-    def _place(self, name: str, room: int) -> int:
-        """Create a streamed Value where there is room; return the device bytes that it took."""
-        value = self.plan.values[name]
-        if Tier.DEVICE in value.tiers and value.nbytes <= room:
-            self._create(name, Tier.DEVICE)
-            return value.nbytes
-        self._create(name, self._lower_tier(value))
-        return 0
-
-    def _bring(self, name: str, stage: Stage) -> None:
-        if self.plan.values[name].nbytes > self.ledger.free(Tier.DEVICE):
-            raise DoesNotFitError(
-                f"stage {stage.name} needs {name} ({format_bytes(self.plan.values[name].nbytes)}) on the device, where "
-                f"{format_bytes(self.ledger.free(Tier.DEVICE))} of {format_bytes(self.ledger.budget.device_bytes)} "
-                "are free"
-            )
-        if name in self.where:
-            self._move(name, Tier.DEVICE)
-        else:
-            self._create(name, Tier.DEVICE)
-
-    def _run(self, stage: Stage) -> None:
-        off_device = [s for s in stage.streams if any(not self._is_on_device(name) for name in s.values)]
-        buffer_bytes = sum(self.plan.buffer_bytes(stream) for stream in off_device)
-        self._emit(Run(stage=stage.name, workspace_bytes=stage.workspace_bytes, buffer_bytes=buffer_bytes))
-
-    def _finish(self, index: int, stage: Stage) -> None:
-        for name in dict.fromkeys(stage.uses()):
-            self.cursor[name] += 1
-            if self.uses[name][-1] == index and not self.plan.values[name].keep:
-                self._emit(Drop(value=name, tier=self.where.pop(name)))
-                self.on_device.pop(name, None)
-
-    def _evict(self, stage: Stage, keep: dict[str, None], need: int) -> None:
-        """Spill movable Values, farthest next use first, until ``need`` device bytes are free."""
-        if need <= self.ledger.free(Tier.DEVICE):
-            return
-        candidates = sorted((name for name in self.on_device if name not in keep), key=self._next_use, reverse=True)
-        for name in candidates:
-            self._move(name, self._lower_tier(self.plan.values[name]))
-            if need <= self.ledger.free(Tier.DEVICE):
-                return
+def _check_device(needs: Needs, budget: Budget) -> None:
+    least = needs.least_bytes(1)
+    number = int(np.argmax(least))
+    if least[number] > budget.device_bytes:
+        stage = needs.stages[number]
         raise DoesNotFitError(
-            f"stage {stage.name} needs {format_bytes(need)} more on the device than what has to stay there "
-            f"({format_bytes(self.ledger.live[Tier.DEVICE])}); the budget is "
-            f"{format_bytes(self.ledger.budget.device_bytes)}"
+            f"stage {stage.name} needs {format_bytes(int(least[number]))} ({least[number]} bytes) on the device, with "
+            f"all that has to stay there; the budget is {format_bytes(budget.device_bytes)}",
+            report={"binding_stage": stage.name},
         )
 
-    def _next_use(self, name: str) -> int:
-        uses, cursor = self.uses[name], self.cursor[name]
-        return uses[cursor] if cursor < len(uses) else len(self.stages)
 
-    def _lower_tier(self, value: Value) -> Tier:
-        for tier in self.lower_tiers:
-            if tier in value.tiers and value.nbytes <= self.ledger.free(tier):
-                return tier
-        tried = ", ".join(
-            f"{tier} has {format_bytes(self.ledger.free(tier))} of {format_bytes(self.ledger.budget[tier])} free"
-            for tier in (Tier.HOST, Tier.DISK)
-        )
-        raise DoesNotFitError(
-            f"{value.name} ({format_bytes(value.nbytes)}) has to leave the device and fits nowhere: {tried}; "
-            "give a larger host or disk budget"
-        )
+def _written_down(needs: Needs, placement: Placement, budget: Budget, seconds: float) -> Schedule:
+    """Return the schedule of a placement, counted by a ledger."""
+    ledger, binding, most = Ledger(budget), "", -1
+    if placement.staging_bytes:
+        ledger.add(Tier.HOST, STAGING_ENTRY, placement.staging_bytes)
+    instructions = list(_instructions(needs, placement))
+    for instruction in instructions:
+        begin(ledger, needs.plan, instruction)
+        if isinstance(instruction, Run) and ledger.live[Tier.DEVICE] > most:
+            binding, most = instruction.stage, ledger.live[Tier.DEVICE]
+        end(ledger, instruction)
+    return Schedule(
+        instructions=tuple(instructions),
+        stages=needs.stages,
+        staging_bytes=placement.staging_bytes,
+        peak_bytes=dict(ledger.peak),
+        binding_stage=binding,
+        seconds=seconds,
+    )
 
-    def _create(self, name: str, tier: Tier) -> None:
-        self._emit(Create(value=name, tier=tier))
-        self._settle(name, tier)
 
-    def _move(self, name: str, target: Tier) -> None:
-        self._emit(Move(value=name, source=self.where[name], target=target))
-        self._settle(name, target)
+def _instructions(needs: Needs, placement: Placement) -> Iterator[Instruction]:
+    steps: list[list[Step]] = [[] for _ in needs.stages]
+    for number in range(len(needs.names)):
+        for step in placement.steps_of(needs, number):
+            steps[step.stage].append(step)
+    here: set[str] = set()
+    for stage, mine in zip(needs.stages, steps, strict=True):
+        mine.sort(key=_rank)
+        for step in (step for step in mine if step.before):
+            yield _instruction(needs, placement, step)
+            if step.tier is Tier.DEVICE:
+                here.add(needs.names[step.value])
+        yield _run(needs.plan, stage, here, placement.slots)
+        for step in (step for step in mine if not step.before):
+            yield _instruction(needs, placement, step)
+            if step.event is Event.DROP and step.tier is Tier.DEVICE:
+                here.discard(needs.names[step.value])
 
-    def _settle(self, name: str, tier: Tier) -> None:
-        self.where[name] = tier
-        self.on_device.pop(name, None)
-        if tier is Tier.DEVICE and not self.plan.values[name].pinned:
-            self.on_device[name] = None
 
-    def _belongs_on_device(self, name: str) -> bool:
-        return Tier.DEVICE in self.plan.values[name].tiers
+def _rank(step: Step) -> tuple[bool, int, int]:
+    """Order the steps around a stage: what is waited for first, what runs alongside last; room is made before it is
+    taken again."""
+    if step.before:
+        return (False, 2 * step.alongside + (step.event is Event.FETCH), step.value)
+    makes_room_below = step.event is Event.DROP and step.tier is not Tier.DEVICE
+    return (True, 0 if makes_room_below else 1 if step.event is Event.STORE else 2, step.value)
 
-    def _bytes(self, names: list[str]) -> int:
-        return sum(self.plan.values[name].nbytes for name in names)
+
+def _instruction(needs: Needs, placement: Placement, step: Step) -> Instruction:
+    name = needs.names[step.value]
+    match step.event:
+        case Event.CREATE:
+            return Create(value=name, tier=step.tier)
+        case Event.FETCH:
+            return Copy(value=name, source=placement.homes[step.value], target=Tier.DEVICE, alongside=step.alongside)
+        case Event.STORE:
+            return Copy(value=name, source=Tier.DEVICE, target=step.tier, alongside=step.alongside)
+        case Event.DROP:
+            return Drop(value=name, tier=step.tier)
+
+
+def _run(plan: Plan, stage: Stage, here: set[str], slots: int) -> Run:
+    """Return the instruction that runs a stage; streams whose Values are all ``here`` need no buffer."""
+    off_device = [s for s in stage.streams if s.buffered and not here.issuperset(s.values)]
+    nbytes = sum(plan.buffer_bytes(stream) for stream in off_device)
+    return Run(
+        stage=stage.name,
+        workspace_bytes=stage.workspace_bytes,
+        buffer_bytes=slots * nbytes,
+        slots=slots if off_device else 1,
+    )

@@ -5,8 +5,8 @@ counters are the ledger's own figures. Simulated and real machines are recorded 
 the recordings of one schedule have the same spans in the same order, with the same planned bytes, and lie over each
 other.
 
-Nouns: a *span* is a stage or a move, on one of three lanes: the worker's stages, copies between device and host, and
-whatever goes to the disk or comes from it. A *change* is one entry that the ledger added or removed. What came of a
+Nouns: a *span* is a stage or a copy, on one of three lanes: the worker's stages, copies between device and host, and
+whatever goes to the disk or comes from it. Copies that run alongside a stage share its time by their bytes. A *change* is one entry that the ledger added or removed. What came of a
 peak (the residents) is computed from the changes when it is asked for.
 
 Invariant: spans of one lane do not overlap, and changes are in the order of time. This module is pure: the clock is
@@ -16,14 +16,16 @@ given, and nothing is written here.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from engine.budget import Budget, Tier
+from engine.needs import touches
 from engine.plan import Plan
-from engine.schedule import Create, Instruction, Move, Run
+from engine.schedule import Copy, Create, Drop, Instruction, Run
 
 TICKS_PER_S = 8_000_000
 # Times in a trace are multiples of an eighth of a microsecond: exact as binary fractions of a microsecond, and whole
@@ -65,7 +67,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A stage or a move. ``planned_bytes`` are those live per tier while it lasts, ``measured_bytes`` its peaks.
+    """A stage or a copy. ``planned_bytes`` are those live per tier while it lasts, ``measured_bytes`` its peaks.
 
     ``moved_bytes`` go over the route ``source->target``; a stage has none (``streamed_bytes`` pass through its
     buffers). ``finished`` is false for what failed or was interrupted.
@@ -122,7 +124,8 @@ class Recording:
         self.samples: dict[str, list[Sample]] = {}
         self._clock = clock
         self._live: dict[Tier, int] = dict.fromkeys(Tier, 0)
-        self._where: dict[str, Tier] = {}
+        self._where: dict[str, set[Tier]] = defaultdict(set)
+        self._alongside: list[tuple[Copy, dict[Tier, int]]] = []
         self._open: tuple[Instruction, float, dict[Tier, int]] | None = None
         self._measured: tuple[Measured, Measured] | None = None
 
@@ -135,9 +138,17 @@ class Recording:
 
     def begins(self, instruction: Instruction) -> None:
         """An instruction is about to be carried out; the ledger has counted what it adds."""
-        if isinstance(instruction, Create | Move):
-            self._where[instruction.value] = instruction.target if isinstance(instruction, Move) else instruction.tier
-        if isinstance(instruction, Run | Move):
+        match instruction:
+            case Create(value=name, tier=tier):
+                self._where[name].add(tier)
+            case Drop(value=name, tier=tier):
+                self._where[name].discard(tier)
+            case Copy(value=name, target=tier, alongside=alongside):
+                self._where[name].add(tier)
+                if alongside:
+                    self._alongside.append((instruction, dict(self._live)))
+                    return
+        if isinstance(instruction, Run | Copy):
             self._open = (instruction, self._clock(), dict(self._live))
 
     def ends(self, instruction: Instruction) -> None:
@@ -158,25 +169,38 @@ class Recording:
         assert self._open is not None
         (instruction, begin_s, planned_bytes), end_s = self._open, self._clock()
         self._open = None
-        if isinstance(instruction, Move):
-            span = self._move(instruction, begin_s, end_s, planned_bytes, finished=finished)
-        else:
-            assert isinstance(instruction, Run)
-            span = self._stage(instruction, begin_s, end_s, planned_bytes, finished=finished)
-        self.spans.append(span)
+        if isinstance(instruction, Copy):
+            span = self._copy(instruction, begin_s, end_s, planned_bytes, finished=finished)
+            self.spans.append(span)
+            return
+        assert isinstance(instruction, Run)
+        self.spans.append(self._stage(instruction, begin_s, end_s, planned_bytes, finished=finished))
+        self.spans += self._copies_alongside(begin_s, end_s, finished=finished)
 
-    def _move(
-        self, move: Move, begin_s: float, end_s: float, planned_bytes: dict[Tier, int], *, finished: bool
+    def _copies_alongside(self, begin_s: float, end_s: float, *, finished: bool) -> Iterator[Span]:
+        """Yield the copies that ran while a stage did, one behind the other on each lane, as long as they are large."""
+        copies, self._alongside = self._alongside, []
+        for lane in (Lane.COPIES, Lane.DISK):
+            mine = [item for item in copies if _lane(item[0]) is lane]
+            total = sum(self.plan.values[copy.value].nbytes for copy, _ in mine)
+            at_s = begin_s
+            for copy, planned_bytes in mine:
+                until_s = at_s + (end_s - begin_s) * self.plan.values[copy.value].nbytes / max(1, total)
+                yield self._copy(copy, at_s, min(until_s, end_s), planned_bytes, finished=finished)
+                at_s = min(until_s, end_s)
+
+    def _copy(
+        self, copy: Copy, begin_s: float, end_s: float, planned_bytes: dict[Tier, int], *, finished: bool
     ) -> Span:
         return Span(
-            lane=Lane.DISK if Tier.DISK in (move.source, move.target) else Lane.COPIES,
-            name=move.value,
-            kind="fetch" if move.target is Tier.DEVICE else "spill",
+            lane=_lane(copy),
+            name=copy.value,
+            kind="fetch" if copy.target is Tier.DEVICE else "spill",
             begin_s=begin_s,
             end_s=end_s,
             planned_bytes=planned_bytes,
-            moved_bytes=self.plan.values[move.value].nbytes,
-            route=f"{move.source}->{move.target}",
+            moved_bytes=self.plan.values[copy.value].nbytes,
+            route=f"{copy.source}->{copy.target}",
             finished=finished,
         )
 
@@ -200,10 +224,10 @@ class Recording:
     def _streamed_bytes(self, stage: str) -> int:
         """Bytes of the stage's streams that are off the device; what is updated comes and goes."""
         return sum(
-            self.plan.values[name].nbytes * stream.passes * (2 if stream.updates and stream.buffered else 1)
+            touch.in_bytes + touch.out_bytes
             for stream in self.plan.stages[stage].streams
-            for name in stream.values
-            if self._where[name] is not Tier.DEVICE
+            for touch in touches(self.plan, stream)
+            if Tier.DEVICE not in self._where[touch.value]
         )
 
     # What can be asked
@@ -236,6 +260,10 @@ class Recording:
             else:
                 del residents[change.entry]
         return Peak(at_s=changes[index].at_s, live_bytes=changes[index].live_bytes, residents=residents)
+
+
+def _lane(copy: Copy) -> Lane:
+    return Lane.DISK if Tier.DISK in (copy.source, copy.target) else Lane.COPIES
 
 
 # The Chrome trace format, which Perfetto reads

@@ -1,7 +1,8 @@
 """The real machine: carries out instructions with torch tensors.
 
 Nouns: *Held* is what exists of a Value on one tier: tensors on device or host, chunks of zarr arrays on disk, or an
-object with its tensors for Values that a stage provides. `StageContext` is what a stage's function sees.
+object with its tensors for Values that a stage provides. A Value has a home, a copy on the device, or both
+(`engine.placement`). `StageContext` is what a stage's function sees.
 
 Invariants: a piece (slice along the first axis) that was never written reads as zero, on every tier; a stage cannot
 tell where a streamed Value lives; copies between tiers are real copies. On disk, a piece is one chunk file of a zarr
@@ -51,7 +52,8 @@ class TorchMachine:
     ) -> None:
         self.plan, self.meter, self.store, self.directory = plan, meter, store, directory
         self.device = torch.device(device)
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, Held] = {}  # what stages use: the copy on the device, or else the Value's home
+        self._homes: dict[str, Held] = {}  # of Values that have a copy on the device as well
         self.results: dict[str, Any] = {}
         self.disk_peak_bytes = 0
         self.written: dict[str, dict[str, int]] = {}
@@ -67,35 +69,38 @@ class TorchMachine:
             self._staging = torch.empty(staging_bytes, dtype=torch.uint8)
 
     def create(self, value: Value, tier: Tier) -> None:
-        held = self.held[value.name] = Held(tier)
-        if value.provided:
+        self.held[value.name] = Held(tier) if value.provided else self._new_copy(value, tier)
+
+    def copy(self, value: Value, source: Tier, target: Tier, *, alongside: bool) -> None:
+        if target is Tier.DEVICE:
+            home, copy = self.held[value.name], self._new_copy(value, Tier.DEVICE)
+            self._fill(value, home, copy)
+            self._homes[value.name], self.held[value.name] = home, copy
             return
+        home = self._homes.get(value.name) or self._new_copy(value, target)
+        self._homes[value.name] = home
+        self._fill(value, self.held[value.name], home)
+
+    def _new_copy(self, value: Value, tier: Tier) -> Held:
+        copy = Held(tier)
         if tier is Tier.DISK:
             self._declare(value)
         else:
-            held.tensors = {key: self._allocate(spec, tier) for key, spec in value.tensors.items()}
+            copy.tensors = {key: self._allocate(spec, tier) for key, spec in value.tensors.items()}
+        return copy
 
-    def move(self, value: Value, source: Tier, target: Tier) -> None:
-        old, new = self.held[value.name], Held(target)
-        if target is Tier.DISK:
-            self._declare(value)
-            for key, spec in value.tensors.items():
-                for index in range(spec.num_pieces):
-                    self._to_disk(value.name, key, index, piece_of(old.tensors[key], spec, index))
-                    new.written.add((key, index))
-        else:
-            new.tensors = {key: self._allocate(spec, target) for key, spec in value.tensors.items()}
-            for key, tensor in new.tensors.items():
-                if source is not Tier.DISK:
-                    tensor.copy_(old.tensors[key])
-                    continue
-                spec = value.tensors[key]
-                for index in range(spec.num_pieces):
-                    if (key, index) in old.written:
-                        piece_of(tensor, spec, index).copy_(self._from_disk(value.name, key, index, spec))
-        self.held[value.name] = new
-        if source is Tier.DISK:
-            self._forget(value)
+    def _fill(self, value: Value, source: Held, target: Held) -> None:
+        """Copy all that a Value holds; pieces that were never written to the disk are zero already."""
+        for key, spec in value.tensors.items():
+            if Tier.DISK not in (source.tier, target.tier):
+                target.tensors[key].copy_(source.tensors[key])
+                continue
+            for index in range(spec.num_pieces):
+                if target.tier is Tier.DISK:
+                    self._to_disk(value.name, key, index, piece_of(source.tensors[key], spec, index))
+                    target.written.add((key, index))
+                elif (key, index) in source.written:
+                    piece_of(target.tensors[key], spec, index).copy_(self._from_disk(value.name, key, index, spec))
 
     def run(self, stage: Stage, slots: int = 1) -> None:
         context = StageContext(self, stage, slots)
@@ -114,11 +119,16 @@ class TorchMachine:
             raise StageFailedError(f"stage {stage.name} failed: {type(error).__name__}: {error}{where}") from error
 
     def drop(self, value: Value, tier: Tier) -> None:
-        del self.held[value.name]
-        self.written.pop(value.name, None)
+        if value.name not in self._homes:
+            del self.held[value.name]
+        elif tier is Tier.DEVICE:
+            self.held[value.name] = self._homes.pop(value.name)
+        else:
+            del self._homes[value.name]
         if value.provided:
             gc.collect()  # models are cyclic, and a budget can't wait for the collector
-        if tier is Tier.DISK and not value.provided:
+        elif tier is Tier.DISK:
+            self.written.pop(value.name, None)
             self._forget(value)
 
     # Tiers

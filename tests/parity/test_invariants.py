@@ -18,6 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.budget import Budget, Tier
+from engine.hardware import PROFILES
 from engine.plan import Plan
 from engine.schedule import device_floor, make_schedule, staging_need
 from stages import AdamWOptions, Group, GrpoSettings, GrpoSpace, LossConfig, loss_stage, names
@@ -100,7 +101,7 @@ def test_a_host_with_room_for_what_can_live_on_no_disk_is_enough_when_the_disk_h
         plan = space.lower(space.first())
         tight = budgets_of(plan)["disk"]
         within = replace(tight, host_bytes=tight.host_bytes + room)
-        assert make_schedule(plan, within).peak_bytes[Tier.HOST] <= within.host_bytes
+        assert make_schedule(plan, within, PROFILES["cpu"]).peak_bytes[Tier.HOST] <= within.host_bytes
 
 
 def test_the_same_plan_gives_the_same_bits_again(policy: Path, tmp_path: Path) -> None:

@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 
 from engine.budget import Budget, Tier, unlimited
 from engine.driver import drive
-from engine.hardware import PROFILES
 from engine.plan import Plan
-from engine.schedule import Create, Drop, Move, Run, Schedule, make_schedule
+from engine.schedule import Copy, Create, Drop, Run, Schedule, make_schedule
 from engine.simulated import SimulatedMachine
 from engine.trace import PREDICTED, TID_STRIDE, Recording, chrome_trace
-from tests.property.test_schedules import budgets, random_plans, real_machine, scheduled
+from tests.property.test_schedules import SECONDS, budgets, random_plans, real_machine, scheduled
 
 Events = list[dict[str, Any]]
 
 
 def recorded(plan: Plan, schedule: Schedule, budget: Budget) -> tuple[Recording, dict[Tier, int]]:
-    machine = SimulatedMachine(plan, PROFILES["cpu"])
+    machine = SimulatedMachine(plan, SECONDS)
     recording = Recording(plan, budget, process=PREDICTED, clock=lambda: machine.clock_s)
     ledger = drive(plan, schedule, budget, machine, recorder=recording)
     recording.close()
@@ -50,9 +49,9 @@ def counted_by_hand(plan: Plan, schedule: Schedule) -> dict[str, list[int]]:
         match item:
             case Create(value=name, tier=tier):
                 add(tier, name, plan.values[name].nbytes)
-            case Move(value=name, source=source, target=target):
-                add(target, name, plan.values[name].nbytes)
-                remove(source, name)
+            case Copy(value=name, target=target):
+                if all(entry != name for entry, _ in entries[str(target)]):
+                    add(target, name, plan.values[name].nbytes)
             case Drop(value=name, tier=tier):
                 remove(tier, name)
             case Run(stage=name):
@@ -109,7 +108,7 @@ def test_times_never_go_back_and_spans_of_a_lane_never_overlap(data: st.DataObje
 @given(plan=random_plans(most_stages=12))
 @settings(max_examples=15)
 def test_a_real_run_has_the_spans_and_the_counters_of_its_simulation(plan: Plan) -> None:
-    schedule = make_schedule(plan, unlimited())
+    schedule = make_schedule(plan, unlimited(), SECONDS)
     predicted, _ = recorded(plan, schedule, unlimited())
     with tempfile.TemporaryDirectory() as folder:
         machine, meter = real_machine(plan, Path(folder))

@@ -122,7 +122,7 @@ def spilling_plan() -> Plan:
 
 
 def test_a_plan_that_fits_the_device_but_neither_host_nor_disk_is_refused_with_a_report_too() -> None:
-    with pytest.raises(DoesNotFitError, match=r"v \(100 B\) has to leave the device and fits nowhere") as raised:
+    with pytest.raises(DoesNotFitError, match=r"100 B have to leave the device at one time, and need 100 B") as raised:
         forecast(spilling_plan(), Budget(device_bytes=150, host_bytes=99, disk_bytes=99), CPU)
     assert raised.value.report["feasible"] is False
     assert raised.value.report["smallest_device_bytes"] == 100

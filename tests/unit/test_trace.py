@@ -108,7 +108,7 @@ def test_a_value_without_bytes_comes_and_goes_like_any_other() -> None:
 class Failing(SimulatedMachine):
     """Fails in one stage after a second."""
 
-    def run(self, stage: Stage) -> None:
+    def run(self, stage: Stage, slots: int = 1) -> None:
         super().run(stage)
         if stage.name == "step0/work":
             self.clock_s += 1
@@ -120,7 +120,7 @@ def test_what_was_under_way_when_a_run_failed_is_an_unfinished_span() -> None:
     machine = Failing(plan, PROFILES["cpu"])
     recording = Recording(plan, budget, process=PREDICTED, clock=lambda: machine.clock_s)
     with pytest.raises(StageFailedError):
-        drive(plan, make_schedule(plan, budget), budget, machine, recorder=recording)
+        drive(plan, make_schedule(plan, budget, PROFILES["cpu"]), budget, machine, recorder=recording)
     recording.close()
     assert [(span.name, span.finished) for span in recording.spans] == [("step0/write", True), ("step0/work", False)]
     last = events_of(chrome_trace([recording]), "X")[-1]
@@ -140,7 +140,7 @@ def test_measured_bytes_go_with_the_stage_under_way_and_into_a_counter() -> None
         def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
             recording.measured({"device": len(stage.name)}, {"device": 1})
 
-    drive(plan, make_schedule(plan, budget), budget, machine, [Meter()], recording)
+    drive(plan, make_schedule(plan, budget, PROFILES["cpu"]), budget, machine, [Meter()], recording)
     stages = recording.stages()
     assert {name: span.measured_bytes for name, span in stages.items()} == {n: {"device": len(n)} for n in stages}
     trace = chrome_trace([recording])
@@ -182,7 +182,7 @@ def test_times_in_a_trace_are_whole_nanoseconds_and_never_overlap_on_a_lane() ->
         plan.add(Stage(name=f"s{index}", kind="s", run=nothing, cost=Cost(num_kernels=1)))
     machine = SimulatedMachine(plan, PROFILES["cpu"])
     recording = Recording(plan, unlimited(), process=PREDICTED, clock=lambda: machine.clock_s / 30)
-    drive(plan, make_schedule(plan, unlimited()), unlimited(), machine, recorder=recording)
+    drive(plan, make_schedule(plan, unlimited(), PROFILES["cpu"]), unlimited(), machine, recorder=recording)
     spans = events_of(chrome_trace([recording]), "X")
     for before, after in itertools.pairwise(spans):
         assert before["ts"] + before["dur"] == after["ts"]

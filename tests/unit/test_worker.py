@@ -121,14 +121,19 @@ def test_a_piece_that_is_changed_on_the_device_is_the_value_itself(tmp_path: Pat
         assert piece.data_ptr() == machine.held["p"].tensors["pages"][1].data_ptr()
 
 
-@pytest.mark.parametrize(("source", "target"), list(permutations(Tier, 2)))
+def move(machine: TorchMachine, value: Value, source: Tier, target: Tier) -> None:
+    machine.copy(value, source, target, alongside=False)
+    machine.drop(value, source)
+
+
+@pytest.mark.parametrize(("source", "target"), [pair for pair in permutations(Tier, 2) if Tier.DEVICE in pair])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int64", "bool"])
-def test_a_move_changes_no_bit_and_frees_the_source(source: Tier, target: Tier, dtype: str, tmp_path: Path) -> None:
+def test_a_copy_changes_no_bit_and_outlives_its_source(source: Tier, target: Tier, dtype: str, tmp_path: Path) -> None:
     machine, context = machine_with(source, tmp_path, TensorSpec(shape=PAGES.shape, dtype=dtype))
     context.write_rows("p", 0, 0, rows(1, 4, torch_dtype(dtype)))
     context.write_rows("p", 2, 1, rows(2, 2, torch_dtype(dtype)))
     before = pieces(context)
-    machine.move(machine.plan.values["p"], source, target)
+    move(machine, machine.plan.values["p"], source, target)
     after = pieces(StageContext(machine, machine.plan.stages["s"]))  # stages run between moves
     assert after.dtype is torch_dtype(dtype)
     assert torch.equal(after, before)
@@ -142,11 +147,11 @@ def test_every_bit_pattern_of_bfloat16_survives_the_disk(tmp_path: Path) -> None
     machine, context = machine_with(Tier.DEVICE, tmp_path, spec)
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
     machine.held["p"].tensors["pages"].view(torch.uint16).view(-1).copy_(patterns)
-    machine.move(machine.plan.values["p"], Tier.DEVICE, Tier.DISK)
+    move(machine, machine.plan.values["p"], Tier.DEVICE, Tier.DISK)
     array = zarr.open_array(store=tmp_path / "store", path="p/pages", mode="r")
     assert (str(array.dtype), array.attrs["torch_dtype"]) == ("uint16", "bfloat16")
     assert torch.equal(torch.from_numpy(array[:]).view(-1), patterns)
-    machine.move(machine.plan.values["p"], Tier.DISK, Tier.DEVICE)
+    move(machine, machine.plan.values["p"], Tier.DISK, Tier.DEVICE)
     assert torch.equal(machine.held["p"].tensors["pages"].view(torch.uint16).view(-1), patterns)
     assert context.piece("p", 0).dtype is torch.bfloat16
 
@@ -158,8 +163,8 @@ def test_a_scalar_survives_the_disk(tmp_path: Path) -> None:
     machine.reserve(staging_need(plan))
     machine.create(value, Tier.DEVICE)
     machine.held["v"].tensors["t"].fill_(1.25)
-    machine.move(value, Tier.DEVICE, Tier.DISK)
-    machine.move(value, Tier.DISK, Tier.DEVICE)
+    move(machine, value, Tier.DEVICE, Tier.DISK)
+    move(machine, value, Tier.DISK, Tier.DEVICE)
     assert machine.held["v"].tensors["t"].item() == 1.25
 
 
@@ -314,7 +319,7 @@ def test_a_stage_that_writes_files_into_no_run_says_so() -> None:
     plan = work_plan(lambda context: context.results.update(where=context.directory))
     machine = TorchMachine(plan, meter=LiveBytes(), store=None, directory=None)
     with pytest.raises(EngineError, match="stage work writes files, but this run has no directory"):
-        drive(plan, make_schedule(plan, unlimited()), unlimited(), machine)
+        drive(plan, make_schedule(plan, unlimited(), PROFILES["cpu"]), unlimited(), machine)
 
 
 def test_a_tap_is_called_with_its_path_right_after_its_stage(tmp_path: Path) -> None:
