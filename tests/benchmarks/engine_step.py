@@ -1,0 +1,122 @@
+"""One GRPO step by the engine, measured: from loaded weights to merged gradients, no optimizer, no checkpoint.
+
+The engine runs as it always does, with its counter of bytes, its checks and its journal on. Its seconds are those from
+the end of the load stage to the end of the last stage.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import Budget, Tier
+from engine.budget import default_budget
+from engine.hardware import load_profile
+from engine.plan import Stage, Tap
+from engine.planner import Forecast, forecast
+from engine.runtime import Outcome, execute
+from models.policy import PolicySource
+from stages import Group, GrpoSettings, GrpoSpace, names
+
+SETTINGS = GrpoSettings(dtype=torch.float32, update_weights=False)
+GRADIENTS = names.gradients(names.update_prefix(0, 0, 1))
+
+
+@dataclass(kw_only=True)
+class StageClock:
+    """Observer that knows the seconds of every kind of stage, and those since the load stage ended."""
+
+    started_s: float = 0.0
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    kinds_s: dict[str, float] = field(default_factory=dict)
+
+    def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
+        self.began_s = time.perf_counter()
+
+    def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
+        self.ended_s = time.perf_counter()
+        if stage.kind == "load":
+            self.started_s = self.ended_s
+        else:
+            self.kinds_s[stage.kind] = self.kinds_s.get(stage.kind, 0.0) + self.ended_s - self.began_s
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.started_s
+
+
+@dataclass(kw_only=True)
+class GradientNorm:
+    """Extra output of a run: the norm of the merged gradients, and the seconds that it took."""
+
+    norm: float = math.nan
+    seconds: float = 0.0
+
+    def __call__(self, context: Any, path: str) -> None:
+        started_s = time.perf_counter()
+        self.norm = norm_of(context.tensors(GRADIENTS).values())
+        self.seconds = time.perf_counter() - started_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step took. ``kinds_s`` are the seconds of every kind of stage; what is missing to ``seconds`` are
+    copies between stages, the journal and the loop."""
+
+    seconds: float
+    kinds_s: Mapping[str, float]
+    grad_norm: float
+    outcome: Outcome
+
+    def peak_bytes(self, tier: Tier) -> int:
+        return self.outcome.measured_peak_bytes[str(tier)]
+
+
+def step_space(
+    policy: PolicySource, group: Group, fixed: Mapping[str, int] | None = None, settings: GrpoSettings = SETTINGS
+) -> GrpoSpace:
+    """Return the plans of one step of a group. ``fixed`` are choices, and ``page_tokens`` if it is among them."""
+    given = dict(fixed or {})
+    page_tokens = given.pop("page_tokens", settings.page_tokens)
+    settings = replace(settings, page_tokens=page_tokens, fixed=given)
+    return GrpoSpace(name="benchmark", policy=policy, steps=((group,),), settings=settings)
+
+
+def roomy_budget(device_bytes: int | None = None) -> Budget:
+    """Return the machine's default budget, with other device bytes if they are given."""
+    budget = default_budget(Path(tempfile.gettempdir()))
+    return budget if device_bytes is None else replace(budget, device_bytes=device_bytes)
+
+
+def plan_step(space: GrpoSpace, budget: Budget) -> Forecast:
+    """Return the planner's choice within ``budget``. Raises DoesNotFitError where there is none."""
+    return forecast(space.lower(space.first()), budget, load_profile("cpu"))
+
+
+def fixed_bytes(planned: Forecast) -> int:
+    """Return the bytes of weights and gradients; not those of a tied embedding's second accumulator."""
+    return sum(planned.plan.values[name].nbytes for name in (names.WEIGHTS, GRADIENTS))
+
+
+def run_step(planned: Forecast) -> Step:
+    """Execute a planned step in a temporary run directory."""
+    clock, norm = StageClock(), GradientNorm()
+    taps = planned.plan.taps
+    taps["norm"] = Tap(after=taps["gradients"].after, run=norm)
+    with tempfile.TemporaryDirectory(prefix="longstraw-bench-") as folder:
+        run = Path(folder) / "run"
+        outcome = execute(planned, run, wanted={"norm": str(Path(folder) / "norm")}, observers=[clock])
+    return Step(seconds=clock.seconds - norm.seconds, kinds_s=clock.kinds_s, grad_norm=norm.norm, outcome=outcome)
+
+
+def norm_of(tensors: Iterable[torch.Tensor]) -> float:
+    """Return the norm of tensors as one vector, summed in float64."""
+    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors))
