@@ -142,13 +142,16 @@ def _simulate(arguments: argparse.Namespace) -> int:
     profile = load_profile(arguments.hardware)
     parse_budget(arguments.budget, default_budget(Path()))  # a typing mistake is told before anything slow
     plan, _ = _load(arguments)
-    from engine.planner import forecast
+    from engine.planner import Planner
     from engine.report import describe_forecast  # torch comes with it
 
-    result = forecast(plan, _budget(arguments, plan, Path()), profile)
+    planner, budget = Planner(plan=plan, profile=profile), _budget(arguments, plan, Path())
+    result = planner.forecast(budget)
+    offers = planner.offers(budget)
+    data = {**result.as_dict(), "pareto": [offer.as_dict() for offer in offers]}
     _write_trace(arguments, result.recording)
-    _write_report(arguments, result.as_dict(), result)
-    _emit(arguments, result.as_dict(), lambda: describe_forecast(result) + _written(arguments))
+    _write_report(arguments, data, result)
+    _emit(arguments, data, lambda: describe_forecast(result, offers) + _written(arguments))
     return 0
 
 
@@ -355,7 +358,7 @@ def _check_same(record: Any, plan: Plan) -> None:
         raise RunDirectoryError(f"the run was made by version {record.code_version}, this is {engine.CODE_VERSION}")
     chosen = plan
     if plan.space is not None:
-        choices = {name: value for name, value in record.choices.items() if name in plan.space.first()}
+        choices = {name: value for name, value in record.choices.items() if name in plan.space.ladders}
         chosen = plan.lowered(choices)
     if plan_fingerprint(chosen) != record.fingerprint:
         changed = [key for key in record.settings if record.settings[key] != _comparable(chosen.settings.get(key))]

@@ -30,6 +30,7 @@ from engine.budget import Budget, Tier
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
 from engine.needs import Bytes, Needs, Numbers, Seconds, Touch
+from engine.parts import Stage
 from engine.placement import BEFORE_FIRST, Event, Placement, Step
 from engine.units import format_bytes
 
@@ -66,6 +67,11 @@ class Placer:
     def compute_s(self) -> Seconds:
         """Compute seconds of every stage."""
         return np.array([self.profile.seconds(stage.cost) for stage in self.needs.stages], dtype=np.float64)
+
+    @cached_property
+    def total_compute_s(self) -> float:
+        """The time of the plan if nothing had to be transferred, which no placement improves on."""
+        return float(sum(self.profile.together_s(seconds, 0.0, 0.0) for seconds in self.compute_s.tolist()))
 
     @cached_property
     def _stream_s(self) -> dict[Tier, Seconds]:
@@ -183,6 +189,11 @@ class Placer:
     def least_bytes(self) -> int:
         """Device bytes where nothing is there but what must be."""
         return int(self.needs.least_bytes(1).max(initial=0))
+
+    @property
+    def binding_stage(self) -> Stage:
+        """The stage during which the least bytes are reached."""
+        return self.needs.stages[int(np.argmax(self.needs.least_bytes(1)))]
 
     @cached_property
     def everything_bytes(self) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -69,16 +69,20 @@ _SMALL_PIECE_BYTES, _MANY_PIECES = 4 * KIB, 1024
 
 
 class ChoiceSpace(Protocol):
-    """The plans that one plan could have been: the same work under other choices."""
+    """The plans that one plan could have been: the same work under other choices.
 
-    def first(self) -> Choices:
-        """Return the choices that are fastest where memory does not matter."""
+    Every choice has a ladder of values. Down a ladder, the plan's compute time does not fall.
+    """
+
+    @property
+    def ladders(self) -> Mapping[str, Sequence[int]]:
+        """Every choice's values, from the fastest to the slowest."""
 
     def leanest(self) -> Sequence[Choices]:
         """Return choices among which those are that need the fewest device bytes of all."""
 
-    def leaner(self, choices: Choices, binding_stage: Stage) -> Choices | None:
-        """Return choices that need fewer device bytes in ``binding_stage``; None if nothing is left to give."""
+    def levers(self, stage: Stage) -> Collection[str]:
+        """Return the choices that may change what a stage like this one needs on the device; all of them."""
 
     def lower(self, choices: Choices) -> Plan:
         """Return the plan under ``choices``."""

@@ -1,29 +1,50 @@
-"""From a plan and a budget to choices and a schedule.
+"""From a plan and a budget to choices and a schedule: the fastest that fits.
 
-The planner starts from the fastest choices and, while the binding stage needs more device bytes than the budget has,
-lets the plan's `ChoiceSpace` pull its next lever for that stage. ``smallest_device_bytes`` is the lowest floor of any
-declared choice: no schedule of any of them needs less.
+A plan's `ChoiceSpace` is a lattice: every choice has a ladder of values from the fastest to the slowest. A `Planner`
+searches it best-first by a bound that no budget improves on, the plan's compute time. It schedules what fits, and goes
+on while anything could still be faster than the best so far. Where a stage does not fit, only the choices that change
+what that stage needs are pulled, so a budget that is missed by a byte pulls the next lever.
+
+Guarantees: what is found is the fastest of all choices that fit, as far as `make_schedule` schedules each, provided
+that compute time does not fall along a ladder; a larger budget gives no slower plan; a plan that is refused for its
+device bytes fits under no choice: ``smallest_device_bytes`` is the lowest floor of any of them.
+
+Plans that repeat steps are judged by a sketch that has each kind of step once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from engine.budget import Budget, Tier
 from engine.driver import drive
 from engine.errors import DoesNotFitError
-from engine.hardware import HardwareProfile, load_profile
+from engine.hardware import HardwareProfile
+from engine.needs import needs_of
 from engine.origin import at
+from engine.placement import Placement
+from engine.placer import Placer
 from engine.plan import ActualSizes, Choices, Plan, Stage
-from engine.schedule import Run, Schedule, device_floor, make_schedule
-from engine.simulated import SimulatedMachine
+from engine.schedule import Run, Schedule, best_placement, device_floor, write_down
+from engine.simulated import SimulatedMachine, Uncounted
 from engine.trace import PREDICTED, Recording
 from engine.units import format_bytes
+
+_LARGER_BUDGETS = (1.125, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
+_WORTH_IT = 0.99
+# Budgets that are offered beside one, by factor, and how much less time an offer must take than the one before it.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A plan under chosen choices, its schedule, and what the simulator says of it; ``recording`` has the times."""
+    """A plan under chosen choices, its schedule, and what the simulator says of it; ``recording`` has the times.
+
+    ``compute_s`` are the seconds of all arithmetic, ``transfer_s`` those of all transfers, hidden or not, and
+    ``waited_s`` those by which transfers make the run longer.
+    """
 
     plan: Plan
     budget: Budget
@@ -32,9 +53,16 @@ class Forecast:
     makespan_s: float
     stage_s: dict[str, float]
     moved_bytes: dict[str, int]
+    compute_s: float
     transfer_s: float
+    waited_s: float
     smallest_device_bytes: int
     recording: Recording
+
+    @property
+    def bound(self) -> str:
+        """What the time goes into: ``arithmetic``, or ``transfers`` where those are waited for longer."""
+        return "arithmetic" if self.compute_s >= self.waited_s else "transfers"
 
     def as_dict(self) -> dict[str, object]:
         """Return the keys of ``engine simulate --json``."""
@@ -47,7 +75,11 @@ class Forecast:
             "binding_stage": self.schedule.binding_stage,
             "smallest_device_bytes": self.smallest_device_bytes,
             "makespan_s": self.makespan_s,
-            "moved_bytes": self.moved_bytes,
+            "compute_s": self.compute_s,
+            "transfer_s": self.transfer_s,
+            "waited_s": self.waited_s,
+            "bound": self.bound,
+            "moved_bytes": dict(self.moved_bytes),
             "num_stages": len(self.schedule.stages),
             "choices": dict(self.plan.choices),
             "notes": list(self.plan.notes),
@@ -55,41 +87,207 @@ class Forecast:
 
 
 def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
-    """Choose, schedule and simulate.
+    """Choose, schedule and simulate; see `Planner.forecast`."""
+    return Planner(plan=plan, profile=profile).forecast(budget)
 
-    Raises:
-        DoesNotFitError: no declared choice fits; names the binding stage and the bytes it needs.
-        PlanError: the plan is not well formed.
-    """
-    smallest = _leanest(plan)
-    smallest_bytes, smallest_stage = device_floor(smallest)
-    if smallest_bytes > budget.device_bytes:
-        raise DoesNotFitError(
-            _refusal(smallest_stage, smallest_bytes, budget, has_choices=plan.space is not None),
-            report=_report(_whole(plan, smallest), smallest_stage.name, smallest_bytes, budget),
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a device budget buys: the time of the plan, and the choices that take it."""
+
+    device_bytes: int
+    seconds: float
+    choices: Choices
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as plain data."""
+        return {"device_bytes": self.device_bytes, "makespan_s": self.seconds, "choices": dict(self.choices)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The fastest choices within a budget, with where everything lives in the sketch that was judged."""
+
+    sketch: Plan
+    placement: Placement
+    seconds: float
+
+
+class _Frontier:
+    """Choices that are still to be looked at, by the least seconds that they can take; none comes twice."""
+
+    def __init__(self, ladders: Mapping[str, Sequence[int]]) -> None:
+        self._ladders = ladders
+        start = (0,) * len(ladders)
+        self._heap: list[tuple[float, tuple[int, ...]]] = [(0.0, start)]
+        self._seen = {start}
+
+    def pop(self) -> tuple[float, tuple[int, ...]] | None:
+        """Return the next choices, as positions on their ladders, with the least seconds that are known of them."""
+        return heapq.heappop(self._heap) if self._heap else None
+
+    def push(self, least_s: float, positions: tuple[int, ...]) -> None:
+        heapq.heappush(self._heap, (least_s, positions))
+
+    def push_slower(self, least_s: float, positions: tuple[int, ...], levers: Collection[str]) -> None:
+        """Put in what is one step down the ladder of each of ``levers``."""
+        for index, (name, ladder) in enumerate(self._ladders.items()):
+            slower = (*positions[:index], positions[index] + 1, *positions[index + 1 :])
+            if name in levers and slower[index] < len(ladder) and slower not in self._seen:
+                self._seen.add(slower)
+                self.push(least_s, slower)
+
+    def choices(self, positions: tuple[int, ...]) -> Choices:
+        return {name: ladder[place] for (name, ladder), place in zip(self._ladders.items(), positions, strict=True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """Plans one plan for given hardware, for one budget after another; what it has lowered it remembers."""
+
+    plan: Plan
+    profile: HardwareProfile
+    _sketches: dict[tuple[tuple[str, int], ...], Plan] = field(default_factory=dict, repr=False)
+    _placers: dict[int, Placer] = field(default_factory=dict, repr=False)  # each holds its plan, so ids stay unique
+
+    def forecast(self, budget: Budget) -> Forecast:
+        """Choose, schedule and simulate.
+
+        Raises:
+            DoesNotFitError: no declared choice fits; names the binding stage and the bytes it needs.
+            PlanError: the plan is not well formed.
+        """
+        found = self.best(budget)
+        chosen = self._whole(found.sketch)
+        placement, seconds = found.placement, found.seconds
+        if chosen is not found.sketch:
+            placement, seconds = self._placed(chosen, budget)
+        schedule = write_down(self._placer(chosen).needs, placement, budget, seconds)
+        return self._simulated(chosen, schedule, budget)
+
+    def best(self, budget: Budget) -> Found:
+        """Return the fastest choices within ``budget``. Raises DoesNotFitError as `forecast` does."""
+        self._check_smallest(budget)
+        frontier, best = _Frontier(self._ladders), None
+        refusal: DoesNotFitError | None = None
+        while (item := frontier.pop()) is not None and (best is None or item[0] < best.seconds):
+            (least_s, positions), sketch = item, self._sketch(frontier.choices(item[1]))
+            placer = self._placer(sketch)
+            if placer.total_compute_s > least_s:
+                frontier.push(placer.total_compute_s, positions)
+                continue
+            levers: Collection[str] = self._ladders
+            if placer.least_bytes > budget.device_bytes:
+                levers = self._levers(placer.binding_stage)
+            else:
+                try:
+                    placement, seconds = self._placed(sketch, budget)
+                    if best is None or seconds < best.seconds:
+                        best = Found(sketch=sketch, placement=placement, seconds=seconds)
+                except DoesNotFitError as error:
+                    refusal = refusal or error
+            frontier.push_slower(least_s, positions, levers)
+        if best is None:
+            raise refusal or DoesNotFitError("no choice was found that fits, though one is known to exist")
+        return best
+
+    def offers(self, budget: Budget) -> list[Offer]:
+        """Return what device budgets buy, the other tiers being as they are: the Pareto front of bytes and time.
+
+        It begins with the smallest budget that works; ``budget`` itself is always there, and larger ones as far as
+        they buy something.
+
+        Raises:
+            DoesNotFitError: nothing fits, whatever the device has.
+        """
+        sizes = [self.smallest[1], budget.device_bytes]
+        sizes += [int(budget.device_bytes * factor) for factor in _LARGER_BUDGETS]
+        found: list[Offer] = []
+        for nbytes in sorted(size for size in sizes if size >= self.smallest[1]):
+            try:
+                best = self.best(replace(budget, device_bytes=nbytes))
+            except DoesNotFitError:
+                if nbytes > budget.device_bytes:
+                    raise
+                continue
+            offer = Offer(device_bytes=nbytes, seconds=best.seconds, choices=dict(best.sketch.choices))
+            if nbytes == budget.device_bytes or not found or offer.seconds < _WORTH_IT * found[-1].seconds:
+                found.append(offer)
+        return found
+
+    @cached_property
+    def smallest(self) -> tuple[Plan, int, Stage]:
+        """A sketch with the lowest device floor of all choices, that floor in bytes, and the stage that needs it."""
+        space = self.plan.space
+        sketches = [self.plan] if space is None else [self._sketch(choices) for choices in space.leanest()]
+        return min(((sketch, *device_floor(sketch)) for sketch in sketches), key=lambda found: found[1])
+
+    @cached_property
+    def _ladders(self) -> Mapping[str, Sequence[int]]:
+        return {} if self.plan.space is None else self.plan.space.ladders
+
+    def _levers(self, stage: Stage) -> Collection[str]:
+        return () if self.plan.space is None else self.plan.space.levers(stage)
+
+    def _sketch(self, choices: Choices) -> Plan:
+        key = tuple(choices.items())
+        if key not in self._sketches:
+            self._sketches[key] = self.plan.sketched(choices)
+        return self._sketches[key]
+
+    def _whole(self, sketch: Plan) -> Plan:
+        """Return the whole plan under the choices of a sketch of it."""
+        if self.plan.space is None:
+            return self.plan
+        return self.plan.lowered({name: sketch.choices[name] for name in self._ladders})
+
+    def _placer(self, plan: Plan) -> Placer:
+        if id(plan) not in self._placers:
+            self._placers[id(plan)] = Placer(needs=needs_of(plan, plan.ordered()), profile=self.profile)
+        return self._placers[id(plan)]
+
+    def _placed(self, plan: Plan, budget: Budget) -> tuple[Placement, float]:
+        try:
+            return best_placement(self._placer(plan), budget)
+        except DoesNotFitError as error:
+            error.report = self._report(plan, str(error.report.get("binding_stage", "")), budget)
+            raise
+
+    def _check_smallest(self, budget: Budget) -> None:
+        sketch, nbytes, stage = self.smallest
+        if nbytes > budget.device_bytes:
+            refusal = _refusal(stage, nbytes, budget, has_choices=self.plan.space is not None)
+            raise DoesNotFitError(refusal, report=self._report(self._whole(sketch), stage.name, budget))
+
+    def _report(self, plan: Plan, binding_stage: str, budget: Budget) -> dict[str, object]:
+        return {
+            "feasible": False,
+            "budget_bytes": budget.as_dict(),
+            "binding_stage": binding_stage,
+            "smallest_device_bytes": self.smallest[1],
+            "num_stages": len(plan.stages),
+            "choices": dict(plan.choices),
+        }
+
+    def _simulated(self, plan: Plan, schedule: Schedule, budget: Budget) -> Forecast:
+        machine = SimulatedMachine(plan, self.profile)
+        recording = Recording(plan, budget, process=PREDICTED, clock=lambda: machine.clock_s)
+        ledger = drive(plan, schedule, budget, machine, recorder=recording)
+        recording.close()
+        return Forecast(
+            plan=plan,
+            budget=budget,
+            schedule=schedule,
+            peak_bytes=dict(ledger.peak),
+            makespan_s=machine.clock_s,
+            stage_s=machine.stage_s,
+            moved_bytes=dict(machine.moved_bytes),
+            compute_s=machine.compute_s,
+            transfer_s=machine.transfer_s,
+            waited_s=machine.waited_s,
+            smallest_device_bytes=self.smallest[1],
+            recording=recording,
         )
-    chosen = _choose(plan, budget, smallest)
-    try:
-        schedule = make_schedule(chosen, budget, profile)
-    except DoesNotFitError as error:
-        error.report = _report(chosen, str(error.report.get("binding_stage")), smallest_bytes, budget)
-        raise
-    machine = SimulatedMachine(chosen, profile)
-    recording = Recording(chosen, budget, process=PREDICTED, clock=lambda: machine.clock_s)
-    ledger = drive(chosen, schedule, budget, machine, recorder=recording)
-    recording.close()
-    return Forecast(
-        plan=chosen,
-        budget=budget,
-        schedule=schedule,
-        peak_bytes=dict(ledger.peak),
-        makespan_s=machine.clock_s,
-        stage_s=machine.stage_s,
-        moved_bytes=machine.moved_bytes,
-        transfer_s=machine.transfer_s,
-        smallest_device_bytes=smallest_bytes,
-        recording=recording,
-    )
 
 
 def peak_bytes_at(forecast: Forecast, actual: ActualSizes) -> dict[Tier, int]:
@@ -101,39 +299,8 @@ def peak_bytes_at(forecast: Forecast, actual: ActualSizes) -> dict[Tier, int]:
         else item
         for item in forecast.schedule.instructions
     )
-    machine = SimulatedMachine(plan, load_profile("cpu"))
-    ledger = drive(plan, replace(forecast.schedule, instructions=instructions), forecast.budget, machine)
+    ledger = drive(plan, replace(forecast.schedule, instructions=instructions), forecast.budget, Uncounted())
     return dict(ledger.peak)
-
-
-def _leanest(plan: Plan) -> Plan:
-    """Return a sketch of the plan with the lowest device floor among those that the space names as leanest."""
-    if plan.space is None:
-        return plan
-    return min((plan.sketched(choices) for choices in plan.space.leanest()), key=lambda item: device_floor(item)[0])
-
-
-def _choose(plan: Plan, budget: Budget, smallest: Plan) -> Plan:
-    """Return the plan under the first choices, from the fastest down, whose floor is within the budget.
-
-    Where the levers run out before that, what is left are the choices of ``smallest``, whose floor is.
-    """
-    if plan.space is None:
-        return plan
-    choices: Choices | None = plan.space.first()
-    while choices is not None:
-        need, binding = device_floor(plan.sketched(choices))
-        if need <= budget.device_bytes:
-            return plan.lowered(choices)
-        choices = plan.space.leaner(choices, binding)
-    return _whole(plan, smallest)
-
-
-def _whole(plan: Plan, sketch: Plan) -> Plan:
-    """Return the whole plan under the choices of a sketch of it."""
-    if plan.space is None:
-        return plan
-    return plan.lowered({name: sketch.choices[name] for name in plan.space.first()})
 
 
 def _refusal(stage: Stage, need: int, budget: Budget, *, has_choices: bool) -> str:
@@ -144,14 +311,3 @@ def _refusal(stage: Stage, need: int, budget: Budget, *, has_choices: bool) -> s
         f"the budget has {format_bytes(budget.device_bytes)} ({budget.device_bytes} bytes); "
         f"give --budget device={need} or more, or a smaller plan{where}"
     )
-
-
-def _report(plan: Plan, binding_stage: str, smallest_bytes: int, budget: Budget) -> dict[str, object]:
-    return {
-        "feasible": False,
-        "budget_bytes": budget.as_dict(),
-        "binding_stage": binding_stage,
-        "smallest_device_bytes": smallest_bytes,
-        "num_stages": len(plan.stages),
-        "choices": dict(plan.choices),
-    }

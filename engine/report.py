@@ -12,7 +12,7 @@ from engine.own_stage import REPORTED
 from engine.pictures.collapse import Picture, alike, collapse
 from engine.pictures.terminal import draw_text
 from engine.plan import Plan
-from engine.planner import Forecast
+from engine.planner import Forecast, Offer
 from engine.runtime import Outcome
 from engine.schedule import Copy, Create
 from engine.units import format_bytes, format_seconds
@@ -45,22 +45,41 @@ def spilled(forecast: Forecast) -> dict[Tier, int]:
     return found
 
 
-def describe_forecast(forecast: Forecast) -> str:
-    """Return what ``engine simulate`` prints."""
+def describe_forecast(forecast: Forecast, offers: Sequence[Offer]) -> str:
+    """Return what ``engine simulate`` prints; ``offers`` are what other device budgets would buy."""
     rows = [[str(tier), format_bytes(forecast.budget[tier]), format_bytes(forecast.peak_bytes[tier])] for tier in Tier]
     choices = ", ".join(f"{name} {value}" for name, value in forecast.plan.choices.items())
     lines = [
         *_notes(forecast.plan),
         f"plan {forecast.plan.name}: fits; {len(forecast.schedule.stages)} stages, "
-        f"about {format_seconds(forecast.makespan_s)}{_transfer_part(forecast)}",
+        f"about {format_seconds(forecast.makespan_s)}, bound by {_bound(forecast)}",
         table(["tier", "budget", "predicted peak"], rows),
         f"choices: {choices or 'none'}",
         f"the device peak is reached in stage {forecast.schedule.binding_stage}",
         f"smallest device budget: {format_bytes(forecast.smallest_device_bytes)} "
         f"({forecast.smallest_device_bytes} bytes)",
         _spill_line(forecast),
+        *_offer_lines(forecast, offers),
     ]
     return "\n".join(lines)
+
+
+def _offer_lines(forecast: Forecast, offers: Sequence[Offer]) -> list[str]:
+    """Return the table of what device budgets buy, with the choices that differ; nothing where none differs."""
+    mine = next((offer for offer in offers if offer.device_bytes == forecast.budget.device_bytes), None)
+    if mine is None or len(offers) < 2:
+        return []
+    scale = forecast.makespan_s / mine.seconds if mine.seconds else 1.0
+    rows = [
+        [
+            format_bytes(offer.device_bytes),
+            format_seconds(scale * offer.seconds),
+            ", ".join(f"{name} {value}" for name, value in offer.choices.items() if value != mine.choices[name])
+            or ("this one" if offer is mine else "same choices"),
+        ]
+        for offer in offers
+    ]
+    return ["what other device budgets would buy:", table(["device", "time", "choices"], rows)]
 
 
 def describe_outcome(forecast: Forecast, outcome: Outcome, run: str, comparison: Mapping[str, object]) -> str:
@@ -85,11 +104,14 @@ def describe_outcome(forecast: Forecast, outcome: Outcome, run: str, comparison:
     return "\n".join(lines)
 
 
-def _transfer_part(forecast: Forecast) -> str:
-    """Say how much of the time goes into copies, where that is more than a little of it."""
+def _bound(forecast: Forecast) -> str:
+    """Say what the time goes into, and how much of the transfers between tiers is waited for."""
     if forecast.transfer_s < 0.01 * forecast.makespan_s:
-        return ""
-    return f", {format_seconds(forecast.transfer_s)} of it copies between tiers (they do not overlap with work)"
+        return forecast.bound
+    return (
+        f"{forecast.bound}: {format_seconds(forecast.compute_s)} of arithmetic, transfers between tiers take "
+        f"{format_seconds(forecast.transfer_s)} and add {format_seconds(forecast.waited_s)}"
+    )
 
 
 def _peak_table(forecast: Forecast, outcome: Outcome) -> str:

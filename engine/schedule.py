@@ -150,11 +150,11 @@ def make_schedule(plan: Plan, budget: Budget, profile: HardwareProfile) -> Sched
         PlanError: the plan is not well formed.
     """
     placer = Placer(needs=needs_of(plan, plan.ordered()), profile=profile)
-    placement, seconds = _best_placement(placer, budget)
-    return _written_down(placer.needs, placement, budget, seconds)
+    placement, seconds = best_placement(placer, budget)
+    return write_down(placer.needs, placement, budget, seconds)
 
 
-def _best_placement(placer: Placer, budget: Budget) -> tuple[Placement, float]:
+def best_placement(placer: Placer, budget: Budget) -> tuple[Placement, float]:
     """Return the fastest placement that is found, with its time."""
     _check_device(placer.needs, budget)
     staging_bytes = staging_need(placer.needs.plan)
@@ -186,7 +186,7 @@ def _check_device(needs: Needs, budget: Budget) -> None:
         )
 
 
-def _written_down(needs: Needs, placement: Placement, budget: Budget, seconds: float) -> Schedule:
+def write_down(needs: Needs, placement: Placement, budget: Budget, seconds: float) -> Schedule:
     """Return the schedule of a placement, counted by a ledger."""
     ledger, binding, most = Ledger(budget), "", -1
     if placement.staging_bytes:

@@ -18,6 +18,16 @@ from engine.needs import Touch, touches
 from engine.plan import Plan, Stage, Value
 
 
+class Uncounted:
+    """A machine that does nothing at all: what is left is what the ledger counts."""
+
+    def reserve(self, staging_bytes: int) -> None: ...
+    def create(self, value: Value, tier: Tier) -> None: ...
+    def copy(self, value: Value, source: Tier, target: Tier, *, alongside: bool) -> None: ...
+    def run(self, stage: Stage, slots: int = 1) -> None: ...
+    def drop(self, value: Value, tier: Tier) -> None: ...
+
+
 @dataclass
 class SimulatedMachine:
     """Carries out instructions on a virtual clock.

@@ -6,8 +6,9 @@ the recordings of one schedule have the same spans in the same order, with the s
 other.
 
 Nouns: a *span* is a stage or a copy, on one of three lanes: the worker's stages, copies between device and host, and
-whatever goes to the disk or comes from it. Copies that run alongside a stage share its time by their bytes. A *change* is one entry that the ledger added or removed. What came of a
-peak (the residents) is computed from the changes when it is asked for.
+whatever goes to the disk or comes from it. Copies that run alongside a stage share its time by their bytes. A *change*
+is one entry that the ledger added or removed. What came of a peak (the residents) is computed from the changes when it
+is asked for.
 
 Invariant: spans of one lane do not overlap, and changes are in the order of time. This module is pure: the clock is
 given, and nothing is written here.

@@ -40,14 +40,15 @@ from tests.own_stages import (
 class Chain:
     """A chain of ``links`` stages and an accumulator over it; its workspace follows the choice ``rows``."""
 
-    def first(self) -> Choices:
-        return {"rows": 4}
+    @property
+    def ladders(self) -> dict[str, tuple[int, ...]]:
+        return {"rows": (4, 2, 1)}
 
     def leanest(self) -> list[Choices]:
         return [{"rows": 1}]
 
-    def leaner(self, choices: Choices, binding_stage: Stage) -> Choices | None:
-        return {"rows": choices["rows"] // 2} if choices["rows"] > 1 else None
+    def levers(self, stage: Stage) -> list[str]:
+        return ["rows"]
 
     def lower(self, choices: Choices) -> Plan:
         rows = choices["rows"]
@@ -91,7 +92,7 @@ def _adder(name: str) -> Callable[[Any], None]:
 
 def chain() -> Plan:
     space = Chain()
-    return space.lower(space.first()).hand_over()
+    return space.lower({"rows": 4}).hand_over()
 
 
 def order(plan: Plan) -> list[str]:

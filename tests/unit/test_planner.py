@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ import pytest
 from engine.budget import UNLIMITED_BYTES, Budget, Tier, unlimited
 from engine.errors import DoesNotFitError
 from engine.hardware import PROFILES
-from engine.plan import Choices, Plan, Stage, TensorSpec, Value
-from engine.planner import Forecast, forecast
+from engine.plan import Choices, Cost, Plan, Stage, TensorSpec, Value
+from engine.planner import Forecast, Planner, forecast
 
 CPU = PROFILES["cpu"]
 REST_BYTES = 100
@@ -23,31 +25,39 @@ def nothing(context: Any) -> None:
 
 @dataclass
 class Halving:
-    """Two stages whose workspaces follow the choices ``rows`` and ``columns``; a lever halves one of them."""
+    """Two stages whose workspaces follow the choices ``rows`` and ``columns``, and whose time goes against them."""
 
-    pulled: list[str] = field(default_factory=list)
-
-    def first(self) -> Choices:
-        return {"rows": 8, "columns": 8}
+    ladders: Mapping[str, Sequence[int]] = field(
+        default_factory=lambda: {"rows": (8, 4, 2, 1), "columns": (8, 4, 2, 1)}
+    )
+    lowered: list[Choices] = field(default_factory=list)
 
     def leanest(self) -> list[Choices]:
         return [{"rows": 8, "columns": 1}, {"rows": 1, "columns": 1}]
 
-    def leaner(self, choices: Choices, binding_stage: Stage) -> Choices | None:
-        self.pulled.append(binding_stage.name)
-        name = binding_stage.name
-        return {**choices, name: choices[name] // 2} if choices[name] > 1 else None
+    def levers(self, stage: Stage) -> list[str]:
+        return [stage.name]
 
     def sketch(self, choices: Choices) -> Plan:
         return self.lower(choices)
 
     def lower(self, choices: Choices) -> Plan:
+        self.lowered.append(choices)
         plan = Plan(name="halving", choices=choices, space=self)
         kept = TensorSpec(shape=(REST_BYTES,), dtype="uint8")
         plan.value(Value(name="rest", tensors={"t": kept}, tiers=(Tier.DEVICE,)))
         for index, (name, number) in enumerate(choices.items()):
-            uses = {"writes" if index == 0 else "reads": ("rest",)}
-            plan.add(Stage(name=name, kind="work", run=nothing, workspace_bytes=1000 * number, **uses))  # type: ignore[arg-type]
+            plan.add(
+                Stage(
+                    name=name,
+                    kind="work",
+                    run=nothing,
+                    reads=("rest",) if index else (),
+                    writes=() if index else ("rest",),
+                    workspace_bytes=1000 * number,
+                    cost=Cost(flops=1e11 / number),
+                )
+            )
         return plan
 
 
@@ -57,7 +67,7 @@ def device(nbytes: int) -> Budget:
 
 def halving(budget: Budget) -> Forecast:
     space = Halving()
-    return forecast(space.lower(space.first()), budget, CPU)
+    return forecast(space.lower({"rows": 8, "columns": 8}), budget, CPU)
 
 
 def refusal(nbytes: int) -> DoesNotFitError:
@@ -110,6 +120,34 @@ def test_a_byte_below_the_smallest_is_refused_with_stage_need_and_remedy() -> No
     }
 
 
+def test_only_choices_that_could_still_be_the_fastest_are_lowered() -> None:
+    space = Halving()
+    forecast(space.lower({"rows": 8, "columns": 8}), unlimited(), CPU)
+    fastest = {"rows": 8, "columns": 8}
+    assert [choices for choices in space.lowered if choices not in (fastest, *space.leanest())] == []
+
+
+@pytest.mark.parametrize("nbytes", [1100, 1500, 2100, 4100, 8100, 20000])
+def test_what_is_found_is_the_fastest_of_all_choices_that_fit(nbytes: int) -> None:
+    space = Halving()
+    fits = [
+        forecast(replace(space.lower({"rows": rows, "columns": columns}), space=None), device(nbytes), CPU).makespan_s
+        for rows, columns in itertools.product((8, 4, 2, 1), repeat=2)
+        if 1000 * max(rows, columns) + REST_BYTES <= nbytes
+    ]
+    assert halving(device(nbytes)).makespan_s == min(fits)
+
+
+def test_offers_begin_with_the_smallest_budget_hold_the_own_one_and_get_faster() -> None:
+    space = Halving()
+    planner = Planner(plan=space.lower({"rows": 8, "columns": 8}), profile=CPU)
+    offers = planner.offers(device(2500))
+    assert offers[0].device_bytes == planner.smallest[1] == 1100
+    assert 2500 in [offer.device_bytes for offer in offers]
+    assert all(after.seconds < before.seconds for before, after in itertools.pairwise(offers))
+    assert offers[-1].choices == {"rows": 8, "columns": 8}
+
+
 def spilling_plan() -> Plan:
     """A Value of 100 bytes that has to make room for a workspace of 100 bytes."""
     plan = Plan(name="spilling")
@@ -137,7 +175,11 @@ def test_a_forecast_has_every_key_of_simulate_as_plain_data() -> None:
         "workers": [{"peak_bytes": {"device": 100, "host": 100, "disk": 0}, "busy_s": 0.0, "span": None}],
         "binding_stage": "write",
         "smallest_device_bytes": 100,
-        "makespan_s": pytest.approx(200 / CPU.host_link_bytes_per_s),
+        "makespan_s": pytest.approx(2 * CPU.transfer_s(Tier.DEVICE, Tier.HOST, 100, 1)),
+        "compute_s": pytest.approx(0.0),
+        "transfer_s": pytest.approx(2 * CPU.transfer_s(Tier.DEVICE, Tier.HOST, 100, 1)),
+        "waited_s": pytest.approx(2 * CPU.transfer_s(Tier.DEVICE, Tier.HOST, 100, 1)),
+        "bound": "transfers",
         "moved_bytes": {"device->host": 100, "host->device": 100},
         "num_stages": 3,
         "choices": {},

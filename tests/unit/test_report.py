@@ -9,10 +9,10 @@ import pytest
 from engine.budget import UNLIMITED_BYTES, Budget, Tier, unlimited
 from engine.hardware import PROFILES
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
-from engine.planner import Forecast, forecast
+from engine.planner import Forecast, Offer, forecast
 from engine.report import describe_audit, describe_forecast, describe_outcome, describe_plan, spilled, table
 from engine.runtime import Outcome
-from engine.units import KIB
+from engine.units import KIB, format_bytes
 
 
 def nothing(context: Any) -> None:
@@ -61,7 +61,7 @@ def test_spilled_bytes_are_what_was_put_on_host_or_disk_and_not_what_came_back()
 
 
 def test_a_forecast_says_peaks_choices_notes_binding_stage_and_smallest_budget() -> None:
-    lines = describe_forecast(spilling(small())).splitlines()
+    lines = describe_forecast(spilling(small()), []).splitlines()
     assert lines[0] == "note: group 0 carries no signal"
     assert lines[1].startswith("plan spilling: fits; 3 stages, about ")
     assert [line.split() for line in lines[3:6]] == [
@@ -78,9 +78,23 @@ def test_a_forecast_says_peaks_choices_notes_binding_stage_and_smallest_budget()
 def test_a_forecast_without_spill_and_choices_says_so() -> None:
     result = spilling(unlimited())
     result.plan.choices = {}
-    lines = describe_forecast(result).splitlines()
+    lines = describe_forecast(result, []).splitlines()
     assert "choices: none" in lines
     assert lines[-1] == "spilled: nothing"
+
+
+def test_what_other_budgets_would_buy_is_a_table_with_the_choices_that_differ() -> None:
+    result = spilling(small())
+    mine = result.budget.device_bytes
+    offers = [
+        Offer(device_bytes=mine, seconds=4.0, choices={"rows": 4}),
+        Offer(device_bytes=2 * mine, seconds=1.0, choices={"rows": 8}),
+    ]
+    header, first, second = describe_forecast(result, offers).splitlines()[-3:]
+    assert header.split() == ["device", "time", "choices"]
+    assert first.endswith("this one")
+    assert second.startswith(format_bytes(2 * mine))
+    assert second.endswith("rows 8")
 
 
 def test_an_outcome_sets_measured_beside_predicted() -> None:

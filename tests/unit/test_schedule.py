@@ -117,7 +117,8 @@ def test_what_leaves_goes_to_the_host_while_it_has_room_and_then_to_disk() -> No
 def test_a_value_that_may_not_go_to_disk_does_not() -> None:
     plan = chain()
     plan.values["b"] = value("b", tiers=(DEVICE, HOST))
-    with pytest.raises(DoesNotFitError, match=r"20 B have to leave the device .* need 11 B \(11 bytes\) of the host, 1 B of it"):
+    refusal = r"20 B have to leave the device .* need 11 B \(11 bytes\) of the host, 1 B of it"
+    with pytest.raises(DoesNotFitError, match=refusal):
         make_schedule(plan, budget(10, host=0), SECONDS)
 
 
@@ -163,7 +164,8 @@ def test_the_floor_counts_what_is_pinned_while_it_lives_and_not_what_can_leave()
 
 def test_a_refusal_names_the_stage_its_bytes_and_the_budget() -> None:
     plan = plan_of([value("a", tiers=(DEVICE,))], stage("wa", writes=("a",), workspace_bytes=2000))
-    with pytest.raises(DoesNotFitError, match=r"stage wa needs 1\.96 KiB \(2010 bytes\) on the device, .*budget is 1\.00 KiB"):
+    refusal = r"stage wa needs 1\.96 KiB \(2010 bytes\) on the device, .*budget is 1\.00 KiB"
+    with pytest.raises(DoesNotFitError, match=refusal):
         make_schedule(plan, budget(1024), SECONDS)
 
 
