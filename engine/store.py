@@ -1,14 +1,15 @@
 """Tensors of a run on disk: zarr v3 arrays that any zarr reader opens.
 
-zarr-python writes the metadata. The chunk files are written and read here, in zarr's own layout and without codecs:
-that is several times faster than through zarr-python and needs no second copy of a chunk. One chunk is one file.
+zarr-python writes the metadata (`engine.arrays`). The chunk files are written and read by `engine.chunkfile`, in
+zarr's own layout and without codecs: that is several times faster than through zarr-python and needs no second copy
+of a chunk. One chunk is one file.
 A dtype that zarr lacks is stored as one it has, with an attribute that says so (bfloat16 as uint16 with
 ``torch_dtype``); this module knows numpy only.
 
 Invariants:
 
-- A chunk is there whole or not at all: space is reserved first, the file is written under a partial name, then
-  renamed. A full disk leaves nothing behind.
+- A chunk counts as written once its checksum is known. An error while it is written leaves no chunk; a killed process
+  may leave half of one, which no committed checksum fits.
 - A chunk is read only against the CRC32C that was returned when it was written. A missing chunk is an error: zarr
   itself would read it as zeros.
 - A chunk is written once; replacing one must be asked for.
@@ -26,76 +27,37 @@ Threads may write and read different chunks at once. One process per store.
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import os
-import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import zarr
 
-from engine.chunkfile import Array, crc32c, full_disk_explained, read_file, verify_chunks, write_file
+from engine.arrays import (
+    ASYNC_CONCURRENCY,
+    METADATA,
+    ArraySpec,
+    Index,
+    check_spec,
+    create_array,
+    find_arrays,
+    is_chunk,
+    node_type,
+    read_metadata,
+    read_spec,
+)
+from engine.chunkfile import Array, full_disk_explained, read_file, verify_chunks, write_file
 from engine.errors import RunDirectoryError, UsageError
 from engine.run import PARTIAL_SUFFIX, partial_path, sync_directory
 from engine.units import KIB
 
-Index = tuple[int, ...]
-
-DTYPES = frozenset(
-    ["bool", "float16", "float32", "float64", "complex64", "complex128"]
-    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-)
-# Of fixed size, the same in numpy and in the core of zarr v3.
 _MARK = {"longstraw_store": 1}
 # On the root group. ``open`` deletes files, so it makes sure first that the tree is one of ours.
-_ASYNC_CONCURRENCY = 1
-# zarr-python handles only small metadata files here; its default of 10 would pay in threads and gain nothing.
-_METADATA = "zarr.json"
 _METADATA_BYTES = 4 * KIB
 # A block of a file system: what a metadata file takes, for the message of a full disk.
-_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArraySpec:
-    """What one array of the store is."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    chunk_shape: tuple[int, ...]
-    attributes: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def grid_shape(self) -> tuple[int, ...]:
-        """How many chunks there are along each axis."""
-        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Size of each chunk file; those at an edge are padded to it."""
-        return math.prod(self.chunk_shape) * np.dtype(self.dtype).itemsize
-
-    def extent(self, index: Index) -> tuple[int, ...]:
-        """Return the shape of the data in chunk ``index``: the chunk shape, less at an edge.
-
-        Raises:
-            UsageError: there is no such chunk.
-        """
-        grid = self.grid_shape
-        if len(index) != len(grid) or not all(0 <= i < n for i, n in zip(index, grid, strict=True)):
-            raise UsageError(f"array {self.name!r} has no chunk {index}: its grid of chunks is {grid}")
-        return tuple(min(c, s - i * c) for i, c, s in zip(index, self.chunk_shape, self.shape, strict=True))
-
-    def chunk_key(self, index: Index) -> str:
-        """Return the zarr key of chunk ``index``: its path under the root, and its name in the journal."""
-        return "/".join([self.name, "c", *map(str, index)])
 
 
 class Store:
@@ -106,6 +68,7 @@ class Store:
         self._specs: dict[str, ArraySpec] = {}
         self._checksums: dict[str, dict[str, int]] = {}
         self._synced: set[Path] = set()
+        self._unsynced: set[Path] = set()
         self._nbytes = 0
         self._peak_bytes = 0
         self._lock = threading.Lock()
@@ -122,7 +85,7 @@ class Store:
             raise UsageError(f"can't create a store at {root}: it exists and is not an empty directory")
         with full_disk_explained(root, _METADATA_BYTES, "the metadata of the store"):
             root.mkdir(parents=True, exist_ok=True)
-            with zarr.config.set({"async.concurrency": _ASYNC_CONCURRENCY}):
+            with zarr.config.set({"async.concurrency": ASYNC_CONCURRENCY}):
                 zarr.create_group(store=root, attributes=dict(_MARK))
         return cls(root)
 
@@ -138,8 +101,8 @@ class Store:
         """
         store = cls(root)
         _check_mark(root)
-        for name in _find_arrays(root):
-            store._specs[name] = _read_spec(root, name)
+        for name in find_arrays(root):
+            store._specs[name] = read_spec(root, name)
             store._checksums[name] = {}
         _remove_debris(root)
         for name in store._specs:
@@ -203,12 +166,12 @@ class Store:
             StoreFullError: the disk is full; nothing is left of the array.
         """
         spec = ArraySpec(name=name, shape=shape, dtype=dtype, chunk_shape=chunk_shape, attributes=attributes or {})
-        _check_spec(spec)
+        check_spec(spec)
         with self._lock:
             self._check_name_is_free(name)
             try:
                 with full_disk_explained(self._root, _METADATA_BYTES, f"the metadata of array {name!r}"):
-                    _create_array(self._root, spec)
+                    create_array(self._root, spec)
             except BaseException:
                 shutil.rmtree(self._root / name, ignore_errors=True)
                 raise
@@ -219,33 +182,44 @@ class Store:
     def write_chunk(self, name: str, index: Index, array: Array, *, sync: bool = False, replace: bool = False) -> int:
         """Write ``array`` as chunk ``index`` of ``name`` and return the CRC32C of the file.
 
-        With ``sync``, the chunk and all that is needed to find it are on disk when this returns. With ``replace``,
-        a chunk that is there already is exchanged in one step; both take space until then. A crash before the new
-        checksum is committed leaves a chunk that the journal calls damaged: replace only what can be made again.
+        With ``sync``, its bytes are on disk when this returns; ``sync_names`` makes sure that they will be found. With
+        ``replace``, a chunk that is there already is overwritten where it lies. A crash before the new checksum is
+        committed leaves a chunk that the journal calls damaged: replace only what can be made again.
 
         Raises:
             UsageError: no such chunk, or the array has another shape, dtype or layout, or the chunk is there already.
-            StoreFullError: the disk has no room; the store is as it was.
+            StoreFullError: the disk has no room; the chunk is not there, others are as they were.
         """
         spec = self.spec(name)
         data = _pad(spec, index, _check_buffer(spec, index, array))
         key = spec.chunk_key(index)
-        if not replace and key in self._checksums[name]:
+        known = key in self._checksums[name]
+        if known and not replace:
             raise UsageError(f"chunk {index} of array {name!r} is written already; remove it first, or replace it")
-        crc = crc32c(data)
-        self._add_bytes(spec.chunk_bytes)
+        if not known:
+            self._add_bytes(spec.chunk_bytes)
         try:
-            write_file(self._root, key, data, sync=sync)
+            crc = write_file(self._root, key, data, sync=sync, replace=known)
         except BaseException:
+            with self._lock:
+                self._checksums[name].pop(key, None)
             self._add_bytes(-spec.chunk_bytes)
             raise
         with self._lock:
-            replaced = key in self._checksums[name]
             self._checksums[name][key] = crc
-        self._add_bytes(-spec.chunk_bytes if replaced else 0)
-        if sync:
-            self._sync_names(self._root / key)
+            if sync:
+                self._unsynced.add(self._root / name)
         return crc
+
+    def sync_names(self) -> None:
+        """Make durable the names of the chunks that were written with ``sync``, with all that leads to them.
+
+        Once for many chunks, before their checksums are committed: a directory costs as much to sync as a small file.
+        """
+        with self._lock:
+            folders, self._unsynced = self._unsynced, set()
+        for folder in sorted(folders):
+            self._sync_folder(folder)
 
     def read_chunk(self, name: str, index: Index, out: Array) -> None:
         """Fill ``out`` with chunk ``index`` of ``name`` and check it. After an error ``out`` holds garbage.
@@ -264,7 +238,7 @@ class Store:
             raise RunDirectoryError(f"chunk {index} of array {name!r} was never written ({self._root / key})")
         whole = spec.extent(index) == spec.chunk_shape
         data = target if whole else np.empty(spec.chunk_shape, spec.dtype)
-        if problem := read_file(self._root / key, data, crc):
+        if problem := read_file(f"{self._root}/{key}", data, crc):
             raise RunDirectoryError(f"chunk {index} of array {name!r} {problem}; start a new run, or restore the file")
         if not whole:
             target[...] = data[_inside(spec, index)]
@@ -295,7 +269,8 @@ class Store:
             num_chunks = len(self._checksums.pop(name))
             del self._specs[name]
             path = self._root / name
-            self._synced = {p for p in self._synced if p != path and path not in p.parents}
+            self._synced.discard(path)
+            self._unsynced.discard(path)
             gone = partial_path(path)  # renamed first: a crash must not leave half an array
             os.rename(path, gone)
         shutil.rmtree(gone)
@@ -314,12 +289,12 @@ class Store:
 
     def _adopt_chunks(self, name: str, checksums: Mapping[str, int]) -> None:
         """Count the chunks of ``name`` that are on disk and committed, and delete the others."""
-        for path in _find_files(self._root / name / "c"):
-            key = path.relative_to(self._root).as_posix()
-            if key in checksums:
+        for path in list((self._root / name).iterdir()):
+            key = f"{name}/{path.name}"
+            if is_chunk(path.name) and key in checksums:
                 self._checksums[name][key] = checksums[key]
                 self._nbytes += self._specs[name].chunk_bytes
-            else:
+            elif path.name != METADATA:
                 path.unlink()
 
     def _add_bytes(self, nbytes: int) -> None:
@@ -327,51 +302,23 @@ class Store:
             self._nbytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._nbytes)
 
-    def _sync_names(self, path: Path) -> None:
-        """Make the name ``path`` durable, and in a new directory also all that leads to it, metadata included."""
-        sync_directory(path.parent)
-        if path.parent in self._synced:
+    def _sync_folder(self, array: Path) -> None:
+        """Make the names in an array's folder durable, and the first time also all that leads to it, metadata too."""
+        sync_directory(array)
+        if array in self._synced:
             return
-        for folder in itertools.takewhile(lambda p: p != self._root.parent, path.parents):
-            if (folder / _METADATA).exists():
-                with open(folder / _METADATA, "rb") as file:
+        for folder in itertools.takewhile(lambda p: p != self._root.parent, (array, *array.parents)):
+            if (folder / METADATA).exists():
+                with open(folder / METADATA, "rb") as file:
                     os.fsync(file.fileno())
-            sync_directory(folder)
-        self._synced.add(path.parent)
-
-
-def _check_spec(spec: ArraySpec) -> None:
-    for part in spec.name.split("/"):
-        if not _SEGMENT.fullmatch(part) or part.startswith("__") or part == _METADATA or part.endswith(PARTIAL_SUFFIX):
-            raise UsageError(
-                f"not a name for an array: {spec.name!r}; use letters, digits and _.+- between slashes, with no part "
-                f"that starts with . or __, ends with {PARTIAL_SUFFIX} or is {_METADATA}"
-            )
-    if spec.dtype not in DTYPES:
-        raise UsageError(f"array {spec.name!r}: dtype={spec.dtype!r} is not one of {sorted(DTYPES)}")
-    sizes_allowed = all(size >= 0 for size in spec.shape) and all(size > 0 for size in spec.chunk_shape)
-    if len(spec.shape) != len(spec.chunk_shape) or not sizes_allowed:
-        raise UsageError(f"array {spec.name!r}: shape={spec.shape} can't have chunk_shape={spec.chunk_shape}")
-
-
-def _create_array(root: Path, spec: ArraySpec) -> None:
-    with zarr.config.set({"async.concurrency": _ASYNC_CONCURRENCY}):
-        zarr.create_array(
-            store=root,
-            name=spec.name,
-            shape=spec.shape,
-            dtype=spec.dtype,
-            chunks=spec.chunk_shape,
-            compressors=None,
-            fill_value=0,
-            attributes=cast(dict[str, Any], dict(spec.attributes)),
-            config={"write_empty_chunks": True},
-        )
+            if folder != array:
+                sync_directory(folder)
+        self._synced.add(array)
 
 
 def _check_buffer(spec: ArraySpec, index: Index, array: Array) -> Array:
     extent = spec.extent(index)
-    if array.shape != extent or array.dtype != np.dtype(spec.dtype) or not array.flags.c_contiguous:
+    if array.shape != extent or array.dtype != spec.numpy_dtype or not array.flags.c_contiguous:
         layout = "" if array.flags.c_contiguous else ", not C-contiguous"
         raise UsageError(
             f"chunk {index} of array {spec.name!r} is {extent} {spec.dtype}, C-contiguous; "
@@ -393,73 +340,20 @@ def _inside(spec: ArraySpec, index: Index) -> tuple[slice, ...]:
     return tuple(slice(size) for size in spec.extent(index))
 
 
-def _node_type(folder: Path) -> str | None:
-    """Return ``array`` or ``group``, or None for a folder whose metadata never reached the disk."""
-    path = folder / _METADATA
-    if not path.is_file() or path.stat().st_size == 0:
-        return None
-    return str(_read_metadata(path)["node_type"])
-
-
-def _read_metadata(path: Path) -> dict[str, Any]:
-    try:
-        metadata = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"can't read zarr metadata {path}: {error}; restore it or start a new run") from error
-    if not isinstance(metadata, dict) or "node_type" not in metadata:
-        raise RunDirectoryError(f"{path} is not zarr metadata; restore it or start a new run")
-    return metadata
-
-
 def _check_mark(root: Path) -> None:
-    attributes = _read_metadata(root / _METADATA).get("attributes")
+    attributes = read_metadata(root / METADATA).get("attributes")
     if not isinstance(attributes, dict) or not _MARK.items() <= attributes.items():
         raise RunDirectoryError(f"{root} is a zarr group, but not the store of a run: it lacks the attributes {_MARK}")
-
-
-def _find_arrays(root: Path) -> Iterator[str]:
-    """Yield the names of the arrays under ``root``, sorted within their groups."""
-    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
-        match _node_type(folder):
-            case "array":
-                yield folder.name
-            case "group":
-                yield from (f"{folder.name}/{name}" for name in _find_arrays(folder))
-
-
-def _read_spec(root: Path, name: str) -> ArraySpec:
-    try:
-        array = zarr.open_array(store=root, path=name, mode="r")
-        spec = ArraySpec(
-            name=name,
-            shape=array.shape,
-            dtype=str(array.dtype),
-            chunk_shape=array.chunks,
-            attributes=array.attrs.asdict(),
-        )
-        _check_spec(spec)
-    except Exception as error:  # zarr-python raises many kinds for metadata that it can't use
-        raise RunDirectoryError(f"can't use the zarr array {root / name}: {error}; start a new run") from error
-    return spec
 
 
 def _remove_debris(group: Path) -> None:
     """Delete what a killed process left half-made: partial files, folders without metadata."""
     for path in list(group.iterdir()):
         if path.is_dir():
-            kind = None if path.name.endswith(PARTIAL_SUFFIX) else _node_type(path)
+            kind = None if path.name.endswith(PARTIAL_SUFFIX) else node_type(path)
             if kind is None:
                 shutil.rmtree(path)
             elif kind == "group":
                 _remove_debris(path)
         elif path.name.endswith(PARTIAL_SUFFIX):
             path.unlink()
-
-
-def _find_files(path: Path) -> Iterator[Path]:
-    """Yield the files under ``path``, or itself if it is one."""
-    if path.is_file():
-        yield path
-    elif path.is_dir():
-        for folder, _, names in os.walk(path):
-            yield from (Path(folder) / name for name in names)
