@@ -41,6 +41,11 @@ class StoreFullError(StageFailedError):
         self.free_bytes = free_bytes
 
 
+def as_bytes(array: Array) -> memoryview:
+    """Return the memory of ``array``, without a copy."""
+    return array.reshape(-1).view(np.uint8).data
+
+
 def write_file(root: Path, key: str, array: Array, *, sync: bool, replace: bool) -> int:
     """Put ``array`` at ``root / key`` and return its CRC32C; after an error there is no such file.
 
