@@ -171,7 +171,7 @@ def test_a_scalar_survives_the_disk(tmp_path: Path) -> None:
 def test_dropping_a_value_on_disk_leaves_no_chunk(tmp_path: Path) -> None:
     machine, context = machine_with(Tier.DISK, tmp_path)
     context.write_rows("p", 0, 0, rows(1, 4))
-    assert machine.take_written()["p"].keys() == {"p/pages/c/0/0/0/0"}
+    assert machine.take_written()["p"].keys() == {"p/pages/c.0.0.0.0"}
     machine.drop(machine.plan.values["p"], Tier.DISK)
     assert machine.store is not None
     assert machine.store.nbytes == 0
