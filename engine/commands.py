@@ -17,7 +17,7 @@ from engine.budget import Budget, default_budget, merge_budget, parse_budget
 from engine.errors import DoesNotFitError, EngineError, RunDirectoryError, StageFailedError, UsageError
 from engine.loader import find_plan, parse_settings
 from engine.output import discard, only_the_object
-from engine.plan import Plan
+from engine.plan import Choices, Plan
 
 if TYPE_CHECKING:
     from engine.planner import Forecast
@@ -196,23 +196,25 @@ def _run_plan(
     wanted: Mapping[str, str],
     recipe: Mapping[str, Any],
     *,
-    again: bool = False,
+    fixed: Choices | None = None,
 ) -> int:
+    """Plan and run; ``fixed`` are the choices of an unfinished run in that directory, which begins again."""
     from engine.hardware import load_profile
-    from engine.planner import forecast
+    from engine.planner import Planner
     from engine.progress import Progress
     from engine.report import describe_outcome
     from engine.runtime import execute, new_recording
 
-    planned = forecast(plan, _budget(arguments, plan, run), load_profile(arguments.hardware))
+    planner = Planner(plan=plan, profile=load_profile(arguments.hardware), fixed=fixed or {})
+    planned = planner.forecast(_budget(arguments, plan, run))
     for note in plan.notes:
         print(f"note: {note}", file=sys.stderr)
     progress, recording = Progress(len(planned.schedule.stages)), new_recording(planned)
     arguments.started_run = run
     try:
         outcome = execute(
-            planned, run, plan_source=source, wanted=wanted, recipe=recipe, again=again, observers=[progress],
-            recording=recording,
+            planned, run, plan_source=source, wanted=wanted, recipe=recipe, again=fixed is not None,
+            observers=[progress], recording=recording,
         )  # fmt: skip
     finally:
         progress.close()
@@ -346,26 +348,27 @@ def _resume_from(arguments: argparse.Namespace, directory: Any, record: Any) -> 
     plan, source = _load(arguments)
     budget = merge_budget(record.budget_bytes, default_budget(directory.path))
     arguments.budget = ",".join(f"{tier}={nbytes}" for tier, nbytes in budget.as_dict().items())
-    _check_same(record, plan)
-    return _run_plan(arguments, plan, source, directory.path, recipe["wanted"], recipe, again=True)
+    fixed = _check_same(record, plan)
+    return _run_plan(arguments, plan, source, directory.path, recipe["wanted"], recipe, fixed=fixed)
 
 
-def _check_same(record: Any, plan: Plan) -> None:
+def _check_same(record: Any, plan: Plan) -> Choices:
+    """Return the choices that the run was started with. Raises RunDirectoryError if its plan was another one."""
     import engine
     from engine.runtime import plan_fingerprint
 
     if record.code_version != engine.CODE_VERSION:
         raise RunDirectoryError(f"the run was made by version {record.code_version}, this is {engine.CODE_VERSION}")
-    chosen = plan
-    if plan.space is not None:
-        choices = {name: value for name, value in record.choices.items() if name in plan.space.ladders}
-        chosen = plan.lowered(choices)
+    ladders = {} if plan.space is None else plan.space.ladders
+    choices = {name: value for name, value in record.choices.items() if name in ladders}
+    chosen = plan.lowered(choices)
     if plan_fingerprint(chosen) != record.fingerprint:
         changed = [key for key in record.settings if record.settings[key] != _comparable(chosen.settings.get(key))]
         raise RunDirectoryError(
             f"the plan is not the one that the run was started with: {', '.join(changed) or 'its stages'} differ; "
             "bring back what was changed, or execute in a new run directory"
         )
+    return choices
 
 
 def _comparable(value: object) -> object:

@@ -143,10 +143,14 @@ class _Frontier:
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Plans one plan for given hardware, for one budget after another; what it has lowered it remembers."""
+    """Plans one plan for given hardware, for one budget after another; what it has lowered it remembers.
+
+    ``fixed`` are choices that are made already, by name: those of a run that goes on.
+    """
 
     plan: Plan
     profile: HardwareProfile
+    fixed: Choices = field(default_factory=dict)
     _sketches: dict[tuple[tuple[str, int], ...], Plan] = field(default_factory=dict, repr=False)
     _placers: dict[int, Placer] = field(default_factory=dict, repr=False)  # each holds its plan, so ids stay unique
 
@@ -219,12 +223,20 @@ class Planner:
     def smallest(self) -> tuple[Plan, int, Stage]:
         """A sketch with the lowest device floor of all choices, that floor in bytes, and the stage that needs it."""
         space = self.plan.space
-        sketches = [self.plan] if space is None else [self._sketch(choices) for choices in space.leanest()]
+        leanest = [] if space is None else [dict(choices) | self._fixed for choices in space.leanest()]
+        sketches = [self._sketch(choices) for choices in leanest] or [self.plan]
         return min(((sketch, *device_floor(sketch)) for sketch in sketches), key=lambda found: found[1])
 
     @cached_property
     def _ladders(self) -> Mapping[str, Sequence[int]]:
-        return {} if self.plan.space is None else self.plan.space.ladders
+        ladders = {} if self.plan.space is None else self.plan.space.ladders
+        return {**ladders, **{name: (value,) for name, value in self._fixed.items()}}
+
+    @property
+    def _fixed(self) -> Choices:
+        """Those of the fixed choices that the plan has."""
+        space = self.plan.space
+        return {} if space is None else {name: value for name, value in self.fixed.items() if name in space.ladders}
 
     def _levers(self, stage: Stage) -> Collection[str]:
         return () if self.plan.space is None else self.plan.space.levers(stage)

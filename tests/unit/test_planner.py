@@ -138,6 +138,13 @@ def test_what_is_found_is_the_fastest_of_all_choices_that_fit(nbytes: int) -> No
     assert halving(device(nbytes)).makespan_s == min(fits)
 
 
+def test_choices_that_are_fixed_are_taken_whatever_else_would_be_faster() -> None:
+    space = Halving()
+    planner = Planner(plan=space.lower({"rows": 8, "columns": 8}), profile=CPU, fixed={"rows": 2})
+    assert planner.forecast(unlimited()).plan.choices == {"rows": 2, "columns": 8}
+    assert planner.smallest[1] == 2100
+
+
 def test_offers_begin_with_the_smallest_budget_hold_the_own_one_and_get_faster() -> None:
     space = Halving()
     planner = Planner(plan=space.lower({"rows": 8, "columns": 8}), profile=CPU)
