@@ -1,6 +1,10 @@
 """What a stage's function sees: its Values, streams of pieces, and where results go.
 
-Invariant: a stage cannot tell where a streamed Value lives; a piece that was never written reads as zero.
+Invariant: a stage cannot tell where a streamed Value lives, nor how many buffers its streams have; a piece that was
+never written reads as zero. How pieces travel is in `engine.streams`.
+
+Life cycle: one context a stage, entered before the stage runs. Leaving it waits until everything written is where it
+belongs; after an error, only until nothing is under way any more.
 """
 
 from __future__ import annotations
@@ -8,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from engine.budget import Tier
 from engine.errors import EngineError
 from engine.memory import DEVICE
-from engine.plan import Stage, TensorSpec
+from engine.plan import Stage
 from engine.run import atomic_write_bytes, data_checksum
-from engine.tensors import piece_of, torch_dtype
+from engine.streams import PieceStream, Place, Porter, Slot, tensor_of
+from engine.tensors import piece_of
 
 if TYPE_CHECKING:
     from engine.worker import TorchMachine
@@ -34,16 +40,31 @@ class StageContext:
 
     def __init__(self, machine: TorchMachine, stage: Stage, slots: int = 1) -> None:
         self._machine, self.stage = machine, stage
-        self._stream_of: dict[str, int] = {}
-        for buffered in (True, False):
-            for index, stream in enumerate(stage.streams):
-                for name in stream.values if stream.buffered is buffered else ():
-                    self._stream_of.setdefault(name, index)
-        self._buffers = {
-            index: torch.empty(machine.plan.buffer_bytes(stream), dtype=torch.uint8, device=machine.device)
-            for index, stream in enumerate(stage.streams)
-            if stream.buffered and any(machine.held[name].tier is not Tier.DEVICE for name in stream.values)
+        away = {
+            name for stream in stage.streams for name in stream.values if machine.held[name].tier is not Tier.DEVICE
         }
+        self._porter = Porter(machine, threaded=slots > 1 and bool(away))
+        self._streams: dict[str, PieceStream] = {}
+        for stream in stage.streams:
+            if stream.buffered and not away.isdisjoint(stream.values):
+                nbytes = machine.plan.buffer_bytes(stream)
+                buffers = [torch.empty(nbytes, dtype=torch.uint8, device=machine.device) for _ in range(slots)]
+                pieces = PieceStream(machine, self._porter, stream.values, [Slot(buffer) for buffer in buffers])
+                self._streams |= {name: pieces for name in stream.values if name not in self._streams}
+        self._staging: Slot | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._porter.finish()
+                self._machine.note_disk()
+        finally:
+            self._porter.close()
 
     @property
     def device(self) -> torch.device:
@@ -109,66 +130,75 @@ class StageContext:
 
     # Streams
 
-    def _spec(self, name: str) -> tuple[str, TensorSpec]:
-        return next(iter(self._machine.plan.values[name].tensors.items()))
-
-    def _buffer(self, name: str, spec: TensorSpec) -> torch.Tensor:
-        buffer = self._buffers.get(self._stream_of[name])
-        if buffer is None:
+    def _stream(self, name: str) -> PieceStream:
+        stream = self._streams.get(name)
+        if stream is None:
             raise EngineError(f"stage {self.stage.name} reads {name}, but its stream is declared as written only")
-        return buffer[: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.piece_shape)
+        return stream
 
-    def piece(self, name: str, index: int) -> torch.Tensor:
-        """Return a piece on the device, to read; good until the next piece of the same stream."""
-        machine, held = self._machine, self._machine.held[name]
-        key, spec = self._spec(name)
-        if held.tier is Tier.DEVICE:
-            return piece_of(held.tensors[key], spec, index)
-        buffer = self._buffer(name, spec)
-        if held.tier is Tier.HOST:
-            return buffer.copy_(piece_of(held.tensors[key], spec, index))
-        if (key, index) not in held.written:
-            return buffer.zero_()
-        return buffer.copy_(machine._from_disk(name, key, index, spec))
+    def _in_place(self, name: str, index: int) -> torch.Tensor | None:
+        """Return a piece of a Value that is on the device."""
+        held = self._machine.held[name]
+        key, spec = tensor_of(self._machine, name)
+        return piece_of(held.tensors[key], spec, index) if held.tier is Tier.DEVICE else None
+
+    def piece(self, name: str, index: int, then: Place | None = None) -> torch.Tensor:
+        """Return a piece on the device, to read; good until the next piece of the same stream.
+
+        ``then`` announces the piece of the same stream that will be wanted next, where the stage knows it.
+        """
+        piece = self._in_place(name, index)
+        return self._stream(name).use((name, index), then) if piece is None else piece
 
     @contextmanager
-    def changing(self, name: str, index: int) -> Iterator[torch.Tensor]:
+    def changing(self, name: str, index: int, then: Place | None = None) -> Iterator[torch.Tensor]:
         """Yield a piece on the device to change in place; at the end it is what the Value holds, wherever it lives.
 
         No other piece of the same stream may be used meanwhile. After an error the piece off the device is as it was.
         """
-        piece = self.piece(name, index)
-        yield piece
-        self._write_back(name, index, piece)
+        piece = self._in_place(name, index)
+        if piece is not None:
+            yield piece
+            return
+        if self._staging is not None and self._staging.place == (name, index):
+            self._staging.place = None
+        with self._stream(name).changing((name, index), then) as piece:
+            yield piece
+        self._machine.note_disk()
 
-    def add_rows(self, name: str, index: int, start: int, parts: Iterable[torch.Tensor]) -> None:
+    def add_rows(
+        self, name: str, index: int, start: int, parts: Iterable[torch.Tensor], then: Place | None = None
+    ) -> None:
         """Add ``parts`` (stacked along the piece's first axis) to a piece's tokens from ``start`` on, in place."""
-        with self.changing(name, index) as piece:
+        with self.changing(name, index, then) as piece:
             for part_index, part in enumerate(parts):
                 piece[part_index].narrow(TOKEN_AXIS, start, part.shape[TOKEN_AXIS]).add_(part)
 
-    def write_rows(self, name: str, index: int, start: int, parts: Iterable[torch.Tensor]) -> None:
+    def write_rows(self, name: str, index: int, start: int, parts: Sequence[torch.Tensor]) -> None:
         """Write ``parts`` (stacked along the piece's first axis) to a piece's tokens from ``start`` on."""
-        held = self._machine.held[name]
-        key, spec = self._spec(name)
+        held, place = self._machine.held[name], (name, index)
+        key, spec = tensor_of(self._machine, name)
+        if held.tier is not Tier.DEVICE and name in self._streams:
+            self._streams[name].forget(place)
         if held.tier is Tier.DISK:
-            piece = self._machine._staged(spec)
-            if (key, index) in held.written:
-                self._machine._from_disk(name, key, index, spec)
-            else:
-                piece.zero_()
+            whole = len(parts) == spec.piece_shape[0] and parts[0].shape[TOKEN_AXIS] == spec.piece_shape[TOKEN_AXIS]
+            piece = self._staged(place, whole=whole)
         else:
+            self._porter.settle(place)
             piece = piece_of(held.tensors[key], spec, index)
         for part_index, part in enumerate(parts):
             piece[part_index].narrow(TOKEN_AXIS, start, part.shape[TOKEN_AXIS]).copy_(part)
-        if held.tier is Tier.DISK:
-            self._write_back(name, index, piece)
+        if held.tier is Tier.DISK and self._staging is not None:
+            self._staging.place, self._staging.job = place, self._porter.store(place, piece)
+            self._machine.note_disk()
 
-    def _write_back(self, name: str, index: int, piece: torch.Tensor) -> None:
-        held = self._machine.held[name]
-        key, spec = self._spec(name)
-        if held.tier is Tier.HOST:
-            piece_of(held.tensors[key], spec, index).copy_(piece)
-        elif held.tier is Tier.DISK:
-            self._machine._to_disk(name, key, index, piece)
-            held.written.add((key, index))
+    def _staged(self, place: Place, *, whole: bool) -> torch.Tensor:
+        """Return the staging buffer with what a piece on the disk holds, or anything where all of it is replaced."""
+        slot = self._staging = self._staging or Slot(self._machine.staging())
+        slot.wait()
+        piece = slot.view(tensor_of(self._machine, place[0])[1])
+        if slot.place != place and not whole:
+            slot.expect(place, self._porter.fetch(place, piece))
+            slot.wait()
+        slot.place = None  # until it is what the stage writes
+        return piece

@@ -59,6 +59,7 @@ class TorchMachine:
         self.written: dict[str, dict[str, int]] = {}
         self.announce: Callable[[str, int, int], None] = lambda path, nbytes, crc32c: None
         self._provided_disk_bytes = 0
+        self._stage_disk_peak_bytes = 0
         self.taps: dict[str, list[tuple[Any, str]]] = {}
         self._staging: torch.Tensor | None = None
 
@@ -103,11 +104,11 @@ class TorchMachine:
                     piece_of(target.tensors[key], spec, index).copy_(self._from_disk(value.name, key, index, spec))
 
     def run(self, stage: Stage, slots: int = 1) -> None:
-        context = StageContext(self, stage, slots)
         try:
-            stage.run(context)
-            for tap, path in self.taps.get(stage.name, ()):
-                tap(context, path)
+            with StageContext(self, stage, slots) as context:
+                stage.run(context)
+                for tap, path in self.taps.get(stage.name, ()):
+                    tap(context, path)
         except (StageFailedError, RunDirectoryError, UnsupportedModelError):
             raise
         except EngineError as error:
@@ -139,18 +140,29 @@ class TorchMachine:
                 return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
         return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=self.device)
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on disk now: chunks of the store, and files that stages wrote themselves."""
+        return (self.store.nbytes if self.store is not None else 0) + self._provided_disk_bytes
+
     def note_disk(self, provided_bytes: int = 0) -> None:
         """Count files that a stage wrote itself, and raise the peak of the disk tier if need be."""
         self._provided_disk_bytes += provided_bytes
-        stored_bytes = self.store.nbytes if self.store is not None else 0
-        self.disk_peak_bytes = max(self.disk_peak_bytes, stored_bytes + self._provided_disk_bytes)
+        self._stage_disk_peak_bytes = max(self._stage_disk_peak_bytes, self.disk_bytes)
+        self.disk_peak_bytes = max(self.disk_peak_bytes, self.disk_bytes)
+
+    def take_disk_peak(self) -> int:
+        """Return the most bytes that were on disk since the last call."""
+        peak, self._stage_disk_peak_bytes = self._stage_disk_peak_bytes, self.disk_bytes
+        return peak
 
     def take_written(self) -> dict[str, dict[str, int]]:
         """Return the checksums of the chunks written to disk since the last call, by Value."""
         written, self.written = self.written, {}
         return written
 
-    def _disk(self) -> Store:
+    def disk(self) -> Store:
+        """Return the disk tier."""
         if self.store is None:
             raise EngineError("this run has no disk store, but its schedule uses the disk")
         return self.store
@@ -158,7 +170,7 @@ class TorchMachine:
     def _declare(self, value: Value) -> None:
         for key, spec in value.tensors.items():
             half = spec.dtype == "bfloat16"
-            self._disk().declare(
+            self.disk().declare(
                 f"{value.name}/{key}",
                 shape=spec.shape or (1,),
                 dtype="uint16" if half else spec.dtype,
@@ -168,28 +180,31 @@ class TorchMachine:
 
     def _forget(self, value: Value) -> None:
         for key in value.tensors:
-            self._disk().remove(f"{value.name}/{key}")
+            self.disk().remove(f"{value.name}/{key}")
+
+    def staging(self) -> torch.Tensor:
+        """Return the bytes of the staging buffer."""
+        if self._staging is None:
+            raise EngineError("the schedule uses the disk but reserved no staging buffer")
+        return self._staging
 
     def _staged(self, spec: TensorSpec) -> torch.Tensor:
         """Return the staging buffer as one piece of a tensor like ``spec``."""
-        if self._staging is None:
-            raise EngineError("the schedule uses the disk but reserved no staging buffer")
-        return self._staging[: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.piece_shape)
+        return self.staging()[: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.piece_shape)
 
     def _to_disk(self, name: str, key: str, index: int, piece: torch.Tensor) -> None:
-        spec = self.plan.values[name].tensors[key]
-        staged = self._staged(spec)
-        if staged.data_ptr() != piece.data_ptr():
-            staged.copy_(piece)
-        chunk = chunk_index(spec, index)
-        store, array = self._disk(), f"{name}/{key}"
-        if store.has_chunk(array, chunk):
-            store.remove_chunk(array, chunk)  # old and new side by side would pass the budget by a piece
-        crc = store.write_chunk(array, chunk, as_numpy(as_rows(staged, spec)))
-        self.written.setdefault(name, {})[store.spec(array).chunk_key(chunk)] = crc
+        staged = self._staged(self.plan.values[name].tensors[key])
+        self.write_piece(name, key, index, staged.copy_(piece))
         self.note_disk()
+
+    def write_piece(self, name: str, key: str, index: int, piece: torch.Tensor) -> None:
+        """Write a piece to its chunk, from memory of the CPU. A thread may do so for stages."""
+        spec, store, array = self.plan.values[name].tensors[key], self.disk(), f"{name}/{key}"
+        chunk = chunk_index(spec, index)
+        crc = store.write_chunk(array, chunk, as_numpy(as_rows(piece, spec)), replace=True)
+        self.written.setdefault(name, {})[store.spec(array).chunk_key(chunk)] = crc
 
     def _from_disk(self, name: str, key: str, index: int, spec: TensorSpec) -> torch.Tensor:
         staged = self._staged(spec)
-        self._disk().read_chunk(f"{name}/{key}", chunk_index(spec, index), as_numpy(as_rows(staged, spec)))
+        self.disk().read_chunk(f"{name}/{key}", chunk_index(spec, index), as_numpy(as_rows(staged, spec)))
         return staged
