@@ -1,68 +1,164 @@
 """Hardware profiles: what a stage's cost means in seconds.
 
-The model is a roofline with a price per kernel: the time of a stage is the larger of its arithmetic and its memory
-traffic, plus a fixed cost for each kernel it launches; moves between tiers take bytes over bandwidth. Figures of
-accelerators are their vendors' peak figures; the generic CPU is a round guess for two server cores. A profile is a
-JSON object with the field names of `HardwareProfile`.
+The model is a price list. Every kind of work in a `Cost` has a rate, every operator and every stage a fixed price, and
+the time of a stage is their sum: kernels run one after another, each limited by arithmetic or by memory. Small matrix
+products are slow without further ado, since their weights count as traffic: R rows reach half of the peak where
+R = flops_per_s * item_bytes / (2 * memory_bytes_per_s). Transfers between tiers take bytes over bandwidth and a price
+for each piece; of what a stage transfers while it computes, the part ``overlap`` is hidden.
+
+The sum makes times monotone (more work never takes less) and rates measurable: a least-squares fit of stages that
+were run gives them (`engine.calibrate`). Rates are those that programs reach, in the dtype that is usual on the
+machine (bfloat16 on accelerators, float32 on a CPU). A profile is a JSON object with the field names of
+`HardwareProfile`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from engine.budget import Tier
 from engine.errors import UsageError
 from engine.plan import Cost
 
+_LONGEST_S = 3600.0
+# Of one operator, stage or piece. More is a mistake, and infinity none of these numbers.
+
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """Rates per second, in FLOPs and bytes, and the seconds that one kernel costs at least."""
+    """Rates per second, prices in seconds, and ``overlap``, a fraction.
+
+    Attributes:
+        kernel_s: price of an operator, ``stage_s`` of a stage.
+        host_link_bytes_per_s: between device and host, in either direction.
+        copy_s: price of a piece that moves between device and host, ``file_s`` of one that moves to or from disk.
+        overlap: how much of the shorter of compute and transfer is hidden behind the longer, from 0 to 1.
+    """
 
     name: str
     flops_per_s: float
+    attention_flops_per_s: float
+    attention_backward_flops_per_s: float
+    attention_scores_per_s: float
     memory_bytes_per_s: float
-    host_link_bytes_per_s: float
-    disk_bytes_per_s: float
     kernel_s: float
-    overlap: float = 1.0
+    stage_s: float
+    host_link_bytes_per_s: float
+    copy_s: float
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+    file_s: float
+    overlap: float
+
+    def prices(self) -> dict[str, float]:
+        """Return the seconds of one unit of every kind of `Cost`."""
+        return {
+            "flops": 1.0 / self.flops_per_s,
+            "attention_flops": 1.0 / self.attention_flops_per_s,
+            "attention_backward_flops": 1.0 / self.attention_backward_flops_per_s,
+            "attention_scores": 1.0 / self.attention_scores_per_s,
+            "moved_bytes": 1.0 / self.memory_bytes_per_s,
+            "read_bytes": 1.0 / self.disk_read_bytes_per_s,
+            "written_bytes": 1.0 / self.disk_write_bytes_per_s,
+            "num_kernels": self.kernel_s,
+        }
 
     def seconds(self, cost: Cost) -> float:
-        """Return the time of a stage of this cost."""
-        work = max(cost.flops / self.flops_per_s, cost.moved_bytes / self.memory_bytes_per_s)
-        return work + cost.num_kernels * self.kernel_s
+        """Return the time of a stage of this cost, without transfers."""
+        prices = self.prices()
+        return self.stage_s + sum(number * prices[kind] for kind, number in cost.by_kind().items())
 
     def transfer_s(self, source: Tier, target: Tier, nbytes: int, num_pieces: int) -> float:
         """Return the time that ``nbytes`` in ``num_pieces`` pieces take from one tier to another."""
         seconds = 0.0
         if Tier.DEVICE in (source, target):
-            seconds += nbytes / self.host_link_bytes_per_s
-        if Tier.DISK in (source, target):
-            seconds += nbytes / self.disk_bytes_per_s
+            seconds += nbytes / self.host_link_bytes_per_s + num_pieces * self.copy_s
+        if source is Tier.DISK:
+            seconds += nbytes / self.disk_read_bytes_per_s + num_pieces * self.file_s
+        if target is Tier.DISK:
+            seconds += nbytes / self.disk_write_bytes_per_s + num_pieces * self.file_s
         return seconds
 
     def together_s(self, compute_s: float, hidden_s: float, waited_s: float) -> float:
         """Return the time of a stage: compute, transfers hidden behind it as far as can be, transfers it waits for."""
         return max(compute_s, hidden_s) + (1.0 - self.overlap) * min(compute_s, hidden_s) + waited_s
 
+    def to_json(self) -> str:
+        """Return the text of a hardware file, which `load_profile` reads."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+_MATMUL, _ATTENTION, _ATTENTION_BACKWARD, _MEMORY, _LINK = 0.7, 0.65, 0.5, 0.8, 0.8
+# Fractions of the vendor's peak that good kernels reach on large operands: assumptions, not measured. FlashAttention-3
+# (arXiv 2407.08608) reports 0.75 of an H100's peak in its forward at best, 0.5 to 0.6 in its backward.
+_OPERATOR_S = 1e-5
+# An operator dispatched from Python by eager PyTorch: a few microseconds, and as many for counting its bytes.
+_EXPONENTIALS_A_CYCLE = 16
+# Of a multiprocessor, on every architecture below (CUDA C++ Programming Guide, arithmetic instructions).
+
+
+def _accelerator(
+    name: str, *, peak_flops_per_s: float, memory_bytes_per_s: float, link_bytes_per_s: float, multiprocessors: int,
+    clock_hz: float,
+) -> HardwareProfile:  # fmt: skip
+    """Return the profile of a GPU from data-sheet figures: dense bfloat16, one direction of the link, boost clock."""
+    return HardwareProfile(
+        name=name,
+        flops_per_s=_MATMUL * peak_flops_per_s,
+        attention_flops_per_s=_ATTENTION * peak_flops_per_s,
+        attention_backward_flops_per_s=_ATTENTION_BACKWARD * peak_flops_per_s,
+        attention_scores_per_s=_EXPONENTIALS_A_CYCLE * multiprocessors * clock_hz,
+        memory_bytes_per_s=_MEMORY * memory_bytes_per_s,
+        kernel_s=_OPERATOR_S,
+        stage_s=5e-4,
+        host_link_bytes_per_s=_LINK * link_bytes_per_s,
+        copy_s=2e-5,
+        disk_read_bytes_per_s=5e9,  # assumed: one good NVMe drive
+        disk_write_bytes_per_s=3e9,
+        file_s=2e-4,
+        overlap=0.9,  # copy engines work beside the multiprocessors, and share their memory's bandwidth
+    )
+
 
 PROFILES = {
     profile.name: profile
     for profile in (
+        # Two server cores, float32: what `engine calibrate` measured on an AMD EPYC (Zen 4), rounded.
         HardwareProfile(
-            name="cpu", flops_per_s=1.5e11, memory_bytes_per_s=2e10, host_link_bytes_per_s=1e10,
-            disk_bytes_per_s=1.5e9, kernel_s=1e-5,
-        ),  # two server cores, float32
-        HardwareProfile(
-            name="h100-sxm", flops_per_s=9.89e14, memory_bytes_per_s=3.35e12, host_link_bytes_per_s=6.4e10,
-            disk_bytes_per_s=5e9, kernel_s=5e-6,
-        ),  # NVIDIA H100 SXM data sheet: 989 TFLOP/s dense bfloat16, 3.35 TB/s, PCIe 5.0 x16
-        HardwareProfile(
-            name="h200-sxm", flops_per_s=9.89e14, memory_bytes_per_s=4.8e12, host_link_bytes_per_s=6.4e10,
-            disk_bytes_per_s=5e9, kernel_s=5e-6,
-        ),  # NVIDIA H200 data sheet: as H100, 4.8 TB/s
+            name="cpu", flops_per_s=1.5e11, attention_flops_per_s=1.6e11, attention_backward_flops_per_s=2.5e11,
+            attention_scores_per_s=4e9, memory_bytes_per_s=1e10, kernel_s=1.1e-5, stage_s=6e-4,
+            host_link_bytes_per_s=1e10, copy_s=2e-5, disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9,
+            file_s=2e-4, overlap=0.5,
+        ),
+        # NVIDIA A100 80GB data sheet: 312 TFLOP/s, 2,039 GB/s, PCIe 4.0 x16 (32 GB/s a direction).
+        _accelerator(
+            "a100-sxm", peak_flops_per_s=3.12e14, memory_bytes_per_s=2.039e12, link_bytes_per_s=3.2e10,
+            multiprocessors=108, clock_hz=1.41e9,
+        ),
+        # NVIDIA Ada GPU architecture whitepaper, appendix A: 165.2 TFLOP/s accumulated in float32, 1,008 GB/s.
+        _accelerator(
+            "rtx-4090", peak_flops_per_s=1.652e14, memory_bytes_per_s=1.008e12, link_bytes_per_s=3.2e10,
+            multiprocessors=128, clock_hz=2.52e9,
+        ),
+        # NVIDIA H20 as resellers list it (no public data sheet): 148 TFLOP/s, 4.0 TB/s, PCIe 5.0 x16, 78 SMs.
+        _accelerator(
+            "h20", peak_flops_per_s=1.48e14, memory_bytes_per_s=4.0e12, link_bytes_per_s=6.4e10,
+            multiprocessors=78, clock_hz=1.98e9,
+        ),
+        # NVIDIA H100 SXM data sheet: 989 TFLOP/s, 3.35 TB/s, PCIe 5.0 x16 (64 GB/s a direction).
+        _accelerator(
+            "h100-sxm", peak_flops_per_s=9.89e14, memory_bytes_per_s=3.35e12, link_bytes_per_s=6.4e10,
+            multiprocessors=132, clock_hz=1.83e9,
+        ),
+        # NVIDIA H200 data sheet: as H100, 4.8 TB/s.
+        _accelerator(
+            "h200-sxm", peak_flops_per_s=9.89e14, memory_bytes_per_s=4.8e12, link_bytes_per_s=6.4e10,
+            multiprocessors=132, clock_hz=1.83e9,
+        ),
     )
 }  # fmt: skip
 
@@ -71,26 +167,44 @@ def load_profile(name: str) -> HardwareProfile:
     """Return a built-in profile, or one read from a JSON file.
 
     Raises:
-        UsageError: no such profile or file, or the file lacks a field, has an unknown one or a rate that is not
-            a positive number.
+        UsageError: no such profile or file, or the file lacks a field, has an unknown one or a number out of its range.
     """
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)
     if not path.is_file():
-        raise UsageError(f"no hardware profile {name!r}; known: {', '.join(PROFILES)}, or give a JSON file")
+        raise UsageError(f"no hardware profile {name!r}; known: {', '.join(sorted(PROFILES))}, or give a JSON file")
     try:
         data = json.loads(path.read_text())
     except ValueError as error:
         raise UsageError(f"hardware profile {path} is not JSON: {error}") from error
-    names = {item.name for item in fields(HardwareProfile)}
-    if not isinstance(data, dict) or set(data) != names:
-        raise UsageError(f"hardware profile {path} must be one JSON object with the fields {', '.join(sorted(names))}")
-    bad = {
-        k: v
-        for k, v in data.items()
-        if k != "name" and not (isinstance(v, int | float) and not isinstance(v, bool) and v > 0)
-    }
-    if bad:
-        raise UsageError(f"hardware profile {path}: not positive numbers: {bad}")
+    _check_fields(path, data)
     return HardwareProfile(**data)
+
+
+def _check_fields(path: Path, data: object) -> None:
+    names = {item.name for item in fields(HardwareProfile)}
+    if not isinstance(data, Mapping):
+        raise UsageError(f"hardware profile {path} must be one JSON object with the fields {', '.join(sorted(names))}")
+    if set(data) != names:
+        missing, unknown = sorted(names - set(data)), sorted(set(data) - names)
+        raise UsageError(
+            f"hardware profile {path}: missing fields: {', '.join(missing) or 'none'}; unknown fields: "
+            f"{', '.join(unknown) or 'none'}; engine calibrate writes a whole one"
+        )
+    bad = {key: value for key, value in data.items() if not _in_range(key, value)}
+    if bad:
+        raise UsageError(
+            f"hardware profile {path}: out of range: {bad}; name is text, rates (..._per_s) are positive numbers, "
+            "seconds (..._s) are at least 0, overlap is from 0 to 1"
+        )
+
+
+def _in_range(key: str, value: object) -> bool:
+    if key == "name":
+        return isinstance(value, str)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    if key.endswith("_per_s"):
+        return 0 < value < math.inf
+    return 0 <= value <= (1 if key == "overlap" else _LONGEST_S)

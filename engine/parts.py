@@ -127,24 +127,41 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a stage does, in units that a hardware profile turns into seconds."""
+    """What a stage does, by kind, in units that a hardware profile turns into seconds.
+
+    Attributes:
+        flops: of matrix products; a multiply-add is two.
+        attention_flops, attention_backward_flops: of the attention kernels, which run at rates of their own.
+        attention_scores: pairs of query and key, a head each, that go through the softmax.
+        moved_bytes: read and written in the device's memory.
+        read_bytes, written_bytes: of files that the stage itself reads and writes.
+        num_kernels: operators that are dispatched.
+    """
 
     flops: float = 0.0
+    attention_flops: float = 0.0
+    attention_backward_flops: float = 0.0
+    attention_scores: float = 0.0
     moved_bytes: float = 0.0
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
     num_kernels: float = 0.0
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            number = getattr(self, item.name)
+        for kind, number in self.by_kind().items():
             if not 0 <= number < math.inf:
-                raise PlanError(f"{item.name}={number!r} of a cost must be a finite number of at least 0")
+                raise PlanError(f"{kind}={number!r} of a cost must be a finite number of at least 0")
+
+    def by_kind(self) -> dict[str, float]:
+        """Return the numbers by their names."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            flops=self.flops + other.flops,
-            moved_bytes=self.moved_bytes + other.moved_bytes,
-            num_kernels=self.num_kernels + other.num_kernels,
-        )
+        return Cost(**{kind: number + getattr(other, kind) for kind, number in self.by_kind().items()})
+
+    def times(self, factor: float) -> Cost:
+        """Return the cost of doing it ``factor`` times."""
+        return Cost(**{kind: factor * number for kind, number in self.by_kind().items()})
 
 
 @dataclass(frozen=True, kw_only=True)

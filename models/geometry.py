@@ -1,9 +1,18 @@
 """Sizes and costs of a dense decoder, from its configuration alone.
 
-FLOPs count a multiply-add as two. A chunk of R rows (branches times tokens) with N visible prefix tokens costs, per
-forward, 2 R times the parameters of the layers plus 4 R (N + S/2) H D a layer for attention (scores and weighted
-sum, causal within the chunk). A backward is twice a forward; with one pass that stores layer inputs and one
-recomputation per layer, a swept chunk costs four forwards.
+FLOPs count a multiply-add as two. R rows (branches times tokens) behind N visible prefix tokens, in chunks of S tokens,
+see R (N + S/2) pairs of query and key a head. With head dimension D a pair costs an attention kernel 4 D FLOPs in the
+forward (scores and weighted sum) and 10 D in the backward, which makes the scores again.
+
+Traffic counts every operand once: weights, the ends of matrix products, and the elementwise passes in the constants
+below. They and the numbers of operators were counted on transformers' Llama layers; `tests/unit/test_geometry.py`
+counts again.
+
+A chunk's backward is, per layer, a forward with autograd and its derivative, and before that one more forward through
+all layers for their inputs, unless those were kept. Where no row meets the head, the last layer runs no further than
+its keys and values.
+
+Shapes: C hidden size, I size inside the feed-forward, Q all query heads' dimensions, K all key heads', V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,16 +26,31 @@ from engine.plan import Cost
 from engine.tensors import dtype_name
 from models.float64 import accumulation_dtype
 
-_KERNELS_A_LAYER = 45
-_KERNELS_A_PAGE = 10
-_KERNELS_A_CHOICE = 30
-# Operators that one layer, one prefix page and the choice of a token dispatch in a forward, counted on Llama; they only
-# set the fixed cost.
+_KERNELS_A_CHUNK = 16
+_KERNELS_A_LAYER, _KERNELS_A_STATE_LAYER, _KERNELS_A_PAGE = 69, 40, 9
+_KERNELS_A_HEAD_BLOCK, _KERNELS_A_CHOICE = 25, 30
+# Operators of a forward: embedding and positions, a layer, a layer up to its keys and values, attention to one prefix
+# page, a block of rows at the head, the choice of a token.
+_BACKWARD_KERNELS_A_CHUNK = 8
+_BACKWARD_KERNELS_A_LAYER, _BACKWARD_KERNELS_A_STATE_LAYER, _BACKWARD_KERNELS_A_PAGE = 152, 66, 11
+# The same of the derivative, the recomputation not included.
+
+_NORM_PASSES, _RESIDUAL_PASSES, _ROTARY_PASSES, _ACTIVATION_PASSES = 7, 3, 10, 5
+# Times that one element is read or written: a root-mean-square norm squares, averages, scales and weighs (in float32),
+# a residual reads two and writes one, rotary turns halves around, silu and its product read three and write two.
+_MERGE_PASSES, _BACKWARD_PAGE_PASSES = 9, 7
+# Of queries at one page: read, result written, two results scaled and added; in the backward two gradients more.
+_BACKWARD_TRAFFIC = 2
+# Traffic of a layer's derivative in units of its forward's: it reads what the forward read, and writes as much again.
+_BACKWARD_SCORES = 4
+# What the softmax costs in the backward kernel, in units of the forward's: made again, times its gradient, both stored.
+_SCORE_PASSES, _SCORE_BACKWARD_PASSES = 15, 16
+# Times that one logit is read or written (`models.head`).
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What planning needs to know of a model."""
+    """What planning needs to know of a model. ``layer_parameters`` are those of all layers together."""
 
     layers: int
     hidden: int
@@ -37,19 +61,129 @@ class Geometry:
     layer_parameters: int
     item_bytes: int
 
-    def forward_cost(self, *, rows: int, tokens: int, prefix_tokens: int, pages: int) -> Cost:
-        """Return the cost of evaluating ``rows`` rows of chunks of ``tokens`` tokens behind a prefix."""
-        attention = 4.0 * rows * (prefix_tokens + tokens / 2) * self.heads * self.head_dim * self.layers
+    # Sizes
+
+    @property
+    def query_dim(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key_dim(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of an element in the accumulation dtype: float32, or the compute dtype where that is wider."""
+        return max(4, self.item_bytes)
+
+    @property
+    def _state_parameters(self) -> int:
+        """Parameters of a layer that its keys and values need; modules compute the queries along with them."""
+        return self.hidden * (self.query_dim + 2 * self.key_dim)
+
+    @property
+    def _parameters(self) -> float:
+        return self.layer_parameters / self.layers
+
+    @property
+    def _inner(self) -> float:
+        """Size inside the feed-forward, of three matrices."""
+        attention = self._state_parameters + self.query_dim * self.hidden
+        return max(0.0, (self._parameters - attention) / (3 * self.hidden))
+
+    # Parts of a cost
+
+    def _row_bytes(self) -> tuple[float, float]:
+        """Return the traffic of a row through a whole layer, and through one up to its keys and values."""
+        hidden, query, key, inner = self.hidden, self.query_dim, self.key_dim, self._inner
+        norm = _NORM_PASSES * hidden * self.wide_bytes
+        state = (_ROTARY_PASSES + 1) * (query + key) + 3 * hidden + 4 * key
+        rest = 2 * _RESIDUAL_PASSES * hidden + 6 * query + 4 * hidden + (_ACTIVATION_PASSES + 3) * inner
+        return 2 * norm + (state + rest) * self.item_bytes, norm + state * self.item_bytes
+
+    def _layers_cost(self, rows: int, *, whole: int, state_only: int) -> Cost:
+        """Return the cost of a forward through layers, without attention to the prefix and the embedding."""
+        whole_bytes, state_bytes = self._row_bytes()
+        parameters = whole * self._parameters + state_only * self._state_parameters
         return Cost(
-            flops=2.0 * rows * self.layer_parameters + attention,
-            moved_bytes=float(self.layer_parameters * self.item_bytes),
-            num_kernels=self.layers * (_KERNELS_A_LAYER + _KERNELS_A_PAGE * pages),
+            flops=2.0 * rows * parameters,
+            moved_bytes=rows * (whole * whole_bytes + state_only * state_bytes) + parameters * self.item_bytes,
+            num_kernels=whole * _KERNELS_A_LAYER + state_only * _KERNELS_A_STATE_LAYER,
         )
 
-    def backward_cost(self, *, rows: int, tokens: int, prefix_tokens: int, pages: int) -> Cost:
-        """Return the cost of a recomputed backward: four forwards."""
-        once = self.forward_cost(rows=rows, tokens=tokens, prefix_tokens=prefix_tokens, pages=pages)
-        return once + once + once + once
+    def _derivative_cost(self, rows: int, *, whole: int, state_only: int) -> Cost:
+        """Return the cost of differentiating what `_layers_cost` does, with the sums of the parameters' gradients."""
+        forward = self._layers_cost(rows, whole=whole, state_only=state_only)
+        parameters = whole * self._parameters + state_only * self._state_parameters
+        weight_bytes = parameters * (2 * self.item_bytes + 2 * self.wide_bytes)  # gradient made, read, and added
+        return Cost(
+            flops=2.0 * forward.flops,
+            moved_bytes=_BACKWARD_TRAFFIC * forward.moved_bytes + weight_bytes,
+            num_kernels=whole * _BACKWARD_KERNELS_A_LAYER + state_only * _BACKWARD_KERNELS_A_STATE_LAYER,
+        )
+
+    def _attention_cost(self, *, pairs: float, rows: int, prefix_tokens: int, pages: int, layers: int) -> Cost:
+        """Return the cost of attention where ``pairs`` of query and key meet in each head of ``layers`` layers."""
+        page_bytes = 2 * prefix_tokens * self.key_dim * self.item_bytes
+        return Cost(
+            attention_flops=4.0 * pairs * self.query_dim * layers,
+            attention_scores=pairs * self.heads * layers,
+            moved_bytes=layers * (pages * _MERGE_PASSES * rows * self.query_dim * self.wide_bytes + page_bytes),
+            num_kernels=float(layers * pages * _KERNELS_A_PAGE),
+        )
+
+    def _attention_derivative_cost(self, *, pairs: float, rows: int, prefix_tokens: int, pages: int) -> Cost:
+        """Return what a layer's attention costs in the backward."""
+        page_bytes = 2 * prefix_tokens * self.key_dim * (2 * self.item_bytes + 3 * self.wide_bytes)
+        return Cost(
+            attention_backward_flops=10.0 * pairs * self.query_dim,
+            attention_scores=_BACKWARD_SCORES * pairs * self.heads,
+            moved_bytes=pages * _BACKWARD_PAGE_PASSES * rows * self.query_dim * self.wide_bytes + page_bytes,
+            num_kernels=float(pages * _BACKWARD_KERNELS_A_PAGE),
+        )
+
+    # Stages
+
+    def forward_cost(
+        self, *, rows: int, tokens: int, prefix_tokens: int, pages: int, through_last: bool = True
+    ) -> Cost:
+        """Return the cost of evaluating ``rows`` rows of chunks of ``tokens`` tokens behind a prefix.
+
+        Without ``through_last`` the last layer stops at its keys and values.
+        """
+        whole = self.layers if through_last else self.layers - 1
+        pairs = rows * (prefix_tokens + tokens / 2)
+        body = self._layers_cost(rows, whole=whole, state_only=self.layers - whole)
+        attention = self._attention_cost(pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages, layers=whole)
+        return body + attention + Cost(num_kernels=_KERNELS_A_CHUNK)
+
+    def backward_cost(
+        self,
+        *,
+        rows: int,
+        tokens: int,
+        prefix_tokens: int,
+        pages: int,
+        through_last: bool = True,
+        forwards: int = 2,
+        attention_forwards: int = 2,
+    ) -> Cost:
+        """Return the cost of a recomputed backward.
+
+        ``forwards`` is 2, or 1 where the layers' inputs were kept; ``attention_forwards`` how often attention runs
+        forward, which is not at all where its results were kept too.
+        """
+        whole = self.layers if through_last else self.layers - 1
+        pairs = rows * (prefix_tokens + tokens / 2)
+        inputs = self._layers_cost(rows, whole=whole, state_only=0).times(forwards - 1)
+        again = self._layers_cost(rows, whole=whole, state_only=self.layers - whole)
+        derivative = self._derivative_cost(rows, whole=whole, state_only=self.layers - whole)
+        attention = self._attention_cost(
+            pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages, layers=whole
+        ).times(attention_forwards)
+        backward = self._attention_derivative_cost(pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages)
+        fixed = Cost(num_kernels=_KERNELS_A_CHUNK + _BACKWARD_KERNELS_A_CHUNK)
+        return inputs + again + derivative + attention + backward.times(whole) + fixed
 
     def decode_cost(self, *, branches: int, steps: int, prefix_tokens: int, pages: int) -> Cost:
         """Return the cost of decoding ``steps`` tokens of each branch one by one, with a choice from the head each.
@@ -57,21 +191,33 @@ class Geometry:
         A step reads all weights, every prefix page once for all branches, and each branch's own tokens so far.
         """
         own_tokens = branches * steps * (steps + 1) / 2
-        attended = branches * steps * prefix_tokens + own_tokens
-        head_parameters = self.vocab * self.hidden
-        token_bytes = 2 * self.kv_heads * self.head_dim * self.layers * self.item_bytes
-        step_bytes = (self.layer_parameters + head_parameters) * self.item_bytes + prefix_tokens * token_bytes
-        return Cost(
-            flops=2.0 * branches * steps * (self.layer_parameters + head_parameters)
-            + 4.0 * attended * self.heads * self.head_dim * self.layers,
-            moved_bytes=float(steps * step_bytes + own_tokens * token_bytes),
-            num_kernels=steps * (self.layers * (_KERNELS_A_LAYER + _KERNELS_A_PAGE * pages) + _KERNELS_A_CHOICE),
+        step = self._layers_cost(branches, whole=self.layers, state_only=0)
+        attention = self._attention_cost(
+            pairs=branches * prefix_tokens + own_tokens / steps,
+            rows=branches,
+            prefix_tokens=prefix_tokens,
+            pages=pages,
+            layers=self.layers,
         )
+        own = Cost(moved_bytes=2.0 * own_tokens / steps * self.key_dim * self.layers * self.item_bytes)
+        choice = self.head_cost(rows=branches, backward=False)
+        fixed = Cost(num_kernels=_KERNELS_A_CHUNK + _KERNELS_A_CHOICE)
+        return (step + attention + own + choice + fixed).times(steps)
 
-    def head_cost(self, *, rows: int, backward: bool) -> Cost:
-        """Return the cost of scoring rows, or of pulling their derivatives back."""
-        once = 2.0 * rows * self.vocab * self.hidden
-        return Cost(flops=once * (3 if backward else 1), num_kernels=10)
+    def head_cost(self, *, rows: int, backward: bool, block_rows: int | None = None) -> Cost:
+        """Return the cost of scoring rows, or of pulling their derivatives back, in blocks of ``block_rows``."""
+        if not rows:
+            return Cost()
+        blocks = -(-rows // (block_rows or rows))
+        logits = float(rows * self.vocab * self.wide_bytes)
+        weights = blocks * self.vocab * self.hidden
+        products = 3 if backward else 1
+        weight_bytes = weights * (2 * self.item_bytes + 2 * self.wide_bytes if backward else self.item_bytes)
+        return Cost(
+            flops=2.0 * products * rows * self.vocab * self.hidden,
+            moved_bytes=logits * (_SCORE_BACKWARD_PASSES if backward else _SCORE_PASSES) + weight_bytes,
+            num_kernels=float(blocks * _KERNELS_A_HEAD_BLOCK),
+        )
 
 
 def geometry(config: PreTrainedConfig, *, layer_parameters: int, dtype: torch.dtype) -> Geometry:

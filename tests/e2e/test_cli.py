@@ -212,7 +212,7 @@ def test_a_command_line_that_is_none_exits_2_and_writes_nothing(arguments: list[
         (["simulate", *TINY, "--set", "seed=three"], "--set seed='three': not a whole number"),
         (["simulate", *TINY, "--set", "dtype=float8"], "dtype='float8' is not known; choose one of float64, "),
         (["simulate", *TINY, "--set", "loss=magic"], "magic"),
-        (["simulate", *TINY, "--hardware", "abacus"], "no hardware profile 'abacus'; known: cpu, h100-sxm"),
+        (["simulate", *TINY, "--hardware", "abacus"], "no hardware profile 'abacus'; known: a100-sxm, cpu, h100-sxm"),
         (["show", "nothing"], "no plan file 'nothing' here"),
     ],
 )

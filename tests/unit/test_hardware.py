@@ -1,15 +1,16 @@
-"""Hardware profiles: a cost becomes seconds by a roofline, and a profile that is none is refused."""
+"""Hardware profiles: a cost becomes seconds by a price list, and a profile that is none is refused."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.budget import Tier
 from engine.errors import UsageError
 from engine.hardware import PROFILES, HardwareProfile, load_profile
 from engine.plan import Cost
@@ -17,35 +18,72 @@ from engine.plan import Cost
 ROUND = HardwareProfile(
     name="round",
     flops_per_s=100.0,
+    attention_flops_per_s=50.0,
+    attention_backward_flops_per_s=25.0,
+    attention_scores_per_s=20.0,
     memory_bytes_per_s=10.0,
-    host_link_bytes_per_s=1.0,
-    disk_bytes_per_s=0.5,
     kernel_s=2.0,
+    stage_s=1.0,
+    host_link_bytes_per_s=8.0,
+    copy_s=0.25,
+    disk_read_bytes_per_s=4.0,
+    disk_write_bytes_per_s=2.0,
+    file_s=0.5,
+    overlap=0.75,
 )
+DEVICE, HOST, DISK = Tier
+NUMBERS = {item.name: st.floats(0, 1e18) for item in fields(Cost)}
 
 
 @pytest.mark.parametrize(
     ("cost", "seconds"),
     [
-        (Cost(), 0.0),
-        (Cost(flops=300.0), 3.0),
-        (Cost(moved_bytes=50.0), 5.0),
-        (Cost(flops=300.0, moved_bytes=50.0), 5.0),
-        (Cost(flops=300.0, moved_bytes=10.0, num_kernels=2), 7.0),
+        (Cost(), 1.0),
+        (Cost(flops=300.0), 4.0),
+        (Cost(attention_flops=300.0, attention_backward_flops=50.0, attention_scores=40.0), 11.0),
+        (Cost(moved_bytes=50.0), 6.0),
+        (Cost(read_bytes=8.0, written_bytes=8.0), 7.0),
+        (Cost(flops=300.0, moved_bytes=10.0, num_kernels=2), 9.0),
     ],
 )
-def test_a_stage_takes_the_longer_of_arithmetic_and_traffic_and_a_price_for_every_kernel(
-    cost: Cost, seconds: float
-) -> None:
+def test_a_stage_takes_the_sum_of_what_its_work_costs_and_a_price_of_its_own(cost: Cost, seconds: float) -> None:
     assert ROUND.seconds(cost) == seconds
 
 
-def test_costs_add_up() -> None:
+@pytest.mark.parametrize(
+    ("source", "target", "seconds"),
+    [
+        (DEVICE, HOST, 16 / 8 + 2 * 0.25),
+        (HOST, DEVICE, 16 / 8 + 2 * 0.25),
+        (DEVICE, DISK, 16 / 8 + 16 / 2 + 2 * 0.75),
+        (DISK, DEVICE, 16 / 8 + 16 / 4 + 2 * 0.75),
+        (HOST, DISK, 16 / 2 + 2 * 0.5),
+        (DISK, HOST, 16 / 4 + 2 * 0.5),
+    ],
+)
+def test_a_transfer_takes_its_bytes_over_every_link_it_crosses_and_a_price_for_each_piece(
+    source: Tier, target: Tier, seconds: float
+) -> None:
+    assert ROUND.transfer_s(source, target, nbytes=16, num_pieces=2) == seconds
+
+
+def test_transfers_beside_compute_are_hidden_as_far_as_they_overlap() -> None:
+    assert ROUND.together_s(8.0, 4.0, 3.0) == 8.0 + 0.25 * 4.0 + 3.0
+    assert ROUND.together_s(4.0, 8.0, 0.0) == 8.0 + 0.25 * 4.0
+
+
+def test_costs_add_up_and_can_be_repeated() -> None:
     total = Cost(flops=1, moved_bytes=2, num_kernels=3) + Cost(flops=10, moved_bytes=20, num_kernels=30)
     assert total == Cost(flops=11, moved_bytes=22, num_kernels=33)
+    assert Cost(flops=1, attention_scores=2).times(3) == Cost(flops=3, attention_scores=6)
 
 
-@given(st.builds(Cost, flops=st.floats(0, 1e18), moved_bytes=st.floats(0, 1e15), num_kernels=st.floats(0, 1e6)))
+@given(profile=st.sampled_from(sorted(PROFILES)), less=st.builds(Cost, **NUMBERS), more=st.builds(Cost, **NUMBERS))
+def test_more_work_never_takes_less_time(profile: str, less: Cost, more: Cost) -> None:
+    assert PROFILES[profile].seconds(less) <= PROFILES[profile].seconds(less + more)
+
+
+@given(st.builds(Cost, **NUMBERS))
 def test_a_faster_machine_is_never_slower(cost: Cost) -> None:
     assert PROFILES["h200-sxm"].seconds(cost) <= PROFILES["h100-sxm"].seconds(cost) <= PROFILES["cpu"].seconds(cost)
 
@@ -57,12 +95,14 @@ def test_a_built_in_profile_is_found_by_its_name_and_says_it(name: str) -> None:
 
 def test_a_profile_is_read_from_a_json_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(asdict(ROUND)))
+    path.write_text(ROUND.to_json())
     assert load_profile(str(path)) == ROUND
 
 
 def test_an_unknown_profile_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="no hardware profile 'abacus'; known: cpu, h100-sxm, h200-sxm"):
+    with pytest.raises(
+        UsageError, match="no hardware profile 'abacus'; known: a100-sxm, cpu, h100-sxm, h20, h200-sxm, rtx-4090"
+    ):
         load_profile("abacus")
 
 
@@ -70,13 +110,17 @@ def test_an_unknown_profile_is_refused_with_the_known_ones() -> None:
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "must be one JSON object with the fields disk_bytes_per_s, flops_per_s"),
-        ('{"name": "x"}', "must be one JSON object with the fields"),
-        (json.dumps({**asdict(ROUND), "extra": 1}), "must be one JSON object with the fields"),
-        (json.dumps({**asdict(ROUND), "flops_per_s": 0}), "not positive numbers: {'flops_per_s': 0}"),
-        (json.dumps({**asdict(ROUND), "kernel_s": "fast"}), "not positive numbers: {'kernel_s': 'fast'}"),
-        (json.dumps({**asdict(ROUND), "kernel_s": float("nan")}), "not positive numbers: {'kernel_s': nan}"),
-        (json.dumps({**asdict(ROUND), "kernel_s": True}), "not positive numbers: {'kernel_s': True}"),
+        ("[]", "must be one JSON object with the fields attention_backward_flops_per_s"),
+        ('{"name": "x"}', "missing fields: attention_backward_flops_per_s, "),
+        (json.dumps({**asdict(ROUND), "extra": 1}), "missing fields: none; unknown fields: extra"),
+        (json.dumps({**asdict(ROUND), "name": 3}), "out of range: {'name': 3}"),
+        (json.dumps({**asdict(ROUND), "flops_per_s": 0}), "out of range: {'flops_per_s': 0}"),
+        (json.dumps({**asdict(ROUND), "flops_per_s": float("inf")}), "out of range: {'flops_per_s': inf}"),
+        (json.dumps({**asdict(ROUND), "kernel_s": -1}), "out of range: {'kernel_s': -1}"),
+        (json.dumps({**asdict(ROUND), "kernel_s": "fast"}), "out of range: {'kernel_s': 'fast'}"),
+        (json.dumps({**asdict(ROUND), "kernel_s": float("nan")}), "out of range: {'kernel_s': nan}"),
+        (json.dumps({**asdict(ROUND), "kernel_s": True}), "out of range: {'kernel_s': True}"),
+        (json.dumps({**asdict(ROUND), "overlap": 1.5}), "out of range: {'overlap': 1.5}"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused_with_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:

@@ -29,10 +29,18 @@ DEVICE, HOST, DISK = Tier
 SECONDS = HardwareProfile(
     name="round",
     flops_per_s=1.0,
+    attention_flops_per_s=1.0,
+    attention_backward_flops_per_s=1.0,
+    attention_scores_per_s=1.0,
     memory_bytes_per_s=1.0,
-    host_link_bytes_per_s=10.0,
-    disk_bytes_per_s=5.0,
     kernel_s=1.0,
+    stage_s=0.0,
+    host_link_bytes_per_s=10.0,
+    copy_s=0.0,
+    disk_read_bytes_per_s=5.0,
+    disk_write_bytes_per_s=5.0,
+    file_s=0.0,
+    overlap=1.0,
 )
 
 
