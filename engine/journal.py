@@ -41,7 +41,7 @@ from engine.run import sync_directory
 from engine.units import MIB
 
 MAGIC = "longstraw-journal"
-VERSION = 1
+VERSION = 2
 MAX_PAYLOAD_BYTES = MIB
 # Records are scalars and names; tensors are in the store. The checksums of 10,000 chunks fit. Without a cap a damaged
 # length could ask for 4 GiB.
@@ -73,10 +73,14 @@ class StageIntent:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCommit:
-    """A stage is done, and so is what `SpillCommit` records before this one say it wrote."""
+    """A stage is done, and so is what `SpillCommit` records before this one say it wrote.
+
+    The bytes are by tier, as planned while the stage ran and as measured.
+    """
 
     stage: str
     key: str
+    planned_peak_bytes: dict[str, int]
     measured_peak_bytes: dict[str, int]
     wall_s: float
 

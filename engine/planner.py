@@ -223,7 +223,7 @@ class Planner:
     def smallest(self) -> tuple[Plan, int, Stage]:
         """A sketch with the lowest device floor of all choices, that floor in bytes, and the stage that needs it."""
         space = self.plan.space
-        leanest = [] if space is None else [dict(choices) | self._fixed for choices in space.leanest()]
+        leanest = [] if space is None else [{**choices, **self._fixed} for choices in space.leanest()]
         sketches = [self._sketch(choices) for choices in leanest] or [self.plan]
         return min(((sketch, *device_floor(sketch)) for sketch in sketches), key=lambda found: found[1])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import networkx as nx
 
@@ -17,16 +17,18 @@ from engine.runtime import Outcome
 from engine.schedule import Copy, Create
 from engine.units import format_bytes, format_seconds
 
+_PEAKS = ("planned_peak_bytes", "measured_peak_bytes")
+
 MOST_NODES, MOST_ROWS = 30, 100
 """Of a graph and of a table in a terminal; what is alike is joined beyond."""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows in columns, the first left-aligned and the others right-aligned."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, text: Collection[int] = (0,)) -> str:
+    """Return rows in columns; those of ``text`` are left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [
         "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
+            cell.ljust(width) if i in text else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in [header, *rows]
@@ -79,7 +81,7 @@ def _offer_lines(forecast: Forecast, offers: Sequence[Offer]) -> list[str]:
         ]
         for offer in offers
     ]
-    return ["what other device budgets would buy:", table(["device", "time", "choices"], rows)]
+    return ["what other device budgets would buy:", table(["device", "time", "choices"], rows, text=(2,))]
 
 
 def describe_outcome(forecast: Forecast, outcome: Outcome, run: str, comparison: Mapping[str, object]) -> str:
@@ -186,10 +188,16 @@ def describe_commits(commits: Sequence[StageCommit]) -> str:
     rows = []
     for label, names in alike(by_name, MOST_ROWS).items():
         mine = [by_name[name] for name in names]
-        peaks = [max(item.measured_peak_bytes.get(str(tier), 0) for item in mine) for tier in (Tier.DEVICE, Tier.HOST)]
         seconds = f"{sum(item.wall_s for item in mine):.3f}"
-        rows.append([label, str(len(mine)), seconds, *(format_bytes(nbytes) for nbytes in peaks)])
-    return table(["stages", "how many", "seconds", "device peak", "host peak"], rows) if rows else ""
+        rows.append([label, str(len(mine)), seconds, *(_planned_and_measured(mine, tier) for tier in Tier)])
+    header = ["stages", "how many", "seconds", *(f"{tier} planned / measured" for tier in Tier)]
+    return table(header, rows) if rows else ""
+
+
+def _planned_and_measured(commits: Sequence[StageCommit], tier: Tier) -> str:
+    """Return the largest planned and the largest measured bytes of some stages on a tier."""
+    found = [max(getattr(item, name)[str(tier)] for item in commits) for name in _PEAKS]
+    return " / ".join(map(format_bytes, found)) if any(found) else "-"
 
 
 def describe_audit(report: Mapping[str, object]) -> str:

@@ -98,17 +98,17 @@ class _Checked:
         self._note_peak()
 
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
-        peak = self.machine.meter.peak
+        peak = {**self.machine.meter.peak, str(Tier.DISK): self.machine.take_disk_peak()}
         self.stages[stage.name] = (planned_bytes[Tier.DEVICE], peak[DEVICE])
         if not _is_plain(self.machine.results):
             raise StageFailedError(f"stage {stage.name} reports something other than plain data; use numbers and text")
-        self.last_peak = dict(peak)
-        self.recording.measured(peak, self.machine.meter.live)
+        self.last_peak = peak
+        self.recording.measured(peak, {**self.machine.meter.live, str(Tier.DISK): self.machine.disk_bytes})
         self._note_peak()
         for tier, measured, limit in (
             (Tier.DEVICE, peak[DEVICE], min(planned_bytes[Tier.DEVICE], self.budget.device_bytes)),
             (Tier.HOST, peak[HOST], min(planned_bytes[Tier.HOST], self.budget.host_bytes)),
-            (Tier.DISK, self.machine.disk_peak_bytes, self.budget.disk_bytes),
+            (Tier.DISK, peak[str(Tier.DISK)], self.budget.disk_bytes),
         ):
             if measured > limit:
                 raise StageFailedError(
@@ -153,6 +153,7 @@ class _Journaled:
         record = StageCommit(
             stage=stage.name,
             key=self.keys[stage.name],
+            planned_peak_bytes={str(tier): nbytes for tier, nbytes in planned_bytes.items()},
             measured_peak_bytes=self.checked.last_peak,
             wall_s=time.monotonic() - self.started,
         )

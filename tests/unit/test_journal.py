@@ -57,6 +57,7 @@ records: st.SearchStrategy[Record] = st.one_of(
         StageCommit,
         stage=names,
         key=names,
+        planned_peak_bytes=sizes,
         measured_peak_bytes=sizes,
         wall_s=st.floats(allow_nan=False),
     ),
@@ -77,7 +78,9 @@ EXAMPLE: list[Record] = [
         recipe={},
     ),
     StageIntent(stage="prefill/0", key="k"),
-    StageCommit(stage="prefill/0", key="k", measured_peak_bytes={"device": 5}, wall_s=0.5),
+    StageCommit(
+        stage="prefill/0", key="k", planned_peak_bytes={"device": 6}, measured_peak_bytes={"device": 5}, wall_s=0.5
+    ),
     RunFinished(results={"loss": -1.5}),
 ]
 
@@ -210,7 +213,7 @@ def test_a_damaged_journal_is_not_changed_by_opening_it(tmp_path: Path) -> None:
         (["spill_commit", {"value": "v", "tier": "disk", "checksums": {"c": True}}], "is not dict[str, int]"),
         (["result", {"name": "n", "payload": {"p": b"bytes"}}], "ResultRecord: payload="),
         (["stage_intend", {}], "record of unknown kind 'stage_intend'"),
-        (["header", {"magic": "longstraw-journal", "version": 1}], "record of unknown kind 'header'"),
+        (["header", {"magic": "longstraw-journal", "version": 2}], "record of unknown kind 'header'"),
         ({"stage": "s"}, "not a tag with fields"),
         (None, "not a tag with fields"),
     ],
@@ -247,8 +250,8 @@ def test_a_length_beyond_the_cap_is_an_error_and_not_a_huge_read(tmp_path: Path)
 
 def test_a_journal_of_another_version_is_refused_by_number(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(frame(msgpack.packb(["header", {"magic": "longstraw-journal", "version": 2}])))
-    with pytest.raises(RunDirectoryError, match="has version 2, this engine reads 1"):
+    path.write_bytes(frame(msgpack.packb(["header", {"magic": "longstraw-journal", "version": 3}])))
+    with pytest.raises(RunDirectoryError, match="has version 3, this engine reads 2"):
         read_journal(path)
 
 
