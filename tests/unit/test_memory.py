@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
-from engine.memory import DEVICE, HOST, LiveBytes, peak_rss_bytes, release_freed_memory
+from engine.memory import DEVICE, HOST, LiveBytes, peak_rss_bytes, release_freed_memory, rss_bytes
+from engine.units import MIB
 
 
 def test_a_tensor_counts_from_its_birth_to_its_death() -> None:
@@ -164,3 +166,17 @@ def test_freed_addresses_that_are_used_again_are_counted_again() -> None:
 def test_the_resident_set_is_bytes_of_this_process() -> None:
     assert peak_rss_bytes() > 2**24
     assert release_freed_memory() in (True, False)
+
+
+def test_the_resident_set_follows_what_is_allocated_and_freed() -> None:
+    if not release_freed_memory():
+        pytest.skip("the C allocator keeps freed blocks here")
+    size = 64 * MIB
+    before = rss_bytes()
+    block = torch.ones(size, dtype=torch.uint8)
+    with_block = rss_bytes()
+    del block
+    after = rss_bytes()
+    assert size * 0.9 < with_block - before < size * 1.1
+    assert abs(after - before) < size * 0.1
+    assert peak_rss_bytes() > before + size * 0.9

@@ -162,6 +162,63 @@ def test_whatever_a_stage_does_in_whatever_order_it_finds_what_it_wrote(
         assert journaled == {key: crc for name in written for key, crc in machine.disk().checksums(name).items()}
 
 
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_rows_that_are_written_while_the_piece_is_still_going_back_are_the_last_word(
+    tier: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+
+    def run(context: StageContext) -> None:
+        for number, step in enumerate(
+            [
+                ("change", ("a", 0), None),
+                ("change", ("a", 1), None),
+                ("read", ("a", 2), None),
+                ("write", ("a", 0), None, (1, 1)),
+                ("write", ("a", 1), None, (0, 3)),
+            ]
+        ):
+            model.do(context, number + 1, step)
+
+    machine = make_machine(tmp_path, {"a": tier}, run)
+    copy, write_piece = np.copyto, machine.write_piece
+
+    def slow(work: Callable[..., None]) -> Callable[..., None]:
+        def late(*args: Any) -> None:
+            threading.Event().wait(0.05)
+            work(*args)
+
+        return late
+
+    monkeypatch.setattr(np, "copyto", slow(copy))
+    monkeypatch.setattr(machine, "write_piece", slow(write_piece))
+    run_stage(machine, 2)
+    monkeypatch.undo()
+    model.check(machine)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_a_piece_whose_change_failed_is_as_it_was_before(slots: int, tier: Tier, tmp_path: Path) -> None:
+    model = Model()
+
+    def fail(context: StageContext) -> None:
+        with context.changing("a", 0) as piece:
+            piece.zero_()
+            raise ZeroDivisionError
+
+    def run(context: StageContext) -> None:
+        model.do(context, 1, ("change", ("a", 0), None))
+        with pytest.raises(ZeroDivisionError):
+            fail(context)
+        model.do(context, 2, ("read", ("a", 0), None))
+        model.do(context, 3, ("change", ("a", 0), None))
+
+    machine = make_machine(tmp_path, {"a": tier}, run)
+    run_stage(machine, slots)
+    model.check(machine)
+
+
 # Bytes
 
 
