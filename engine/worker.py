@@ -12,11 +12,15 @@ array; its checksum is kept by the store.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.budget import Tier
@@ -27,6 +31,8 @@ from engine.origin import at, error_origin
 from engine.plan import Plan, Stage, TensorSpec, Value
 from engine.store import Store
 from engine.tensors import as_numpy, as_rows, chunk_index, piece_of, torch_dtype
+
+COPIES_THREAD_NAME = "longstraw copies"
 
 
 @dataclass
@@ -62,6 +68,7 @@ class TorchMachine:
         self._stage_disk_peak_bytes = 0
         self.taps: dict[str, list[tuple[Any, str]]] = {}
         self._staging: torch.Tensor | None = None
+        self._alongside: list[Callable[[], None]] = []
 
     # Instructions
 
@@ -75,12 +82,17 @@ class TorchMachine:
     def copy(self, value: Value, source: Tier, target: Tier, *, alongside: bool) -> None:
         if target is Tier.DEVICE:
             home, copy = self.held[value.name], self._new_copy(value, Tier.DEVICE)
-            self._fill(value, home, copy)
             self._homes[value.name], self.held[value.name] = home, copy
-            return
-        home = self._homes.get(value.name) or self._new_copy(value, target)
-        self._homes[value.name] = home
-        self._fill(value, self.held[value.name], home)
+            work = partial(self._fill, value, home, copy)
+        else:
+            home = self._homes.get(value.name) or self._new_copy(value, target)
+            self._homes[value.name] = home
+            work = partial(self._fill, value, self.held[value.name], home)
+        if alongside:
+            self._alongside.append(work)
+        else:
+            work()
+            self.note_disk()
 
     def _new_copy(self, value: Value, tier: Tier) -> Held:
         copy = Held(tier)
@@ -91,21 +103,38 @@ class TorchMachine:
         return copy
 
     def _fill(self, value: Value, source: Held, target: Held) -> None:
-        """Copy all that a Value holds; pieces that were never written to the disk are zero already."""
+        """Copy all that a Value holds, without making a tensor: it may be done by a thread.
+
+        Pieces that were never written to the disk are zero, and so is a copy that is new.
+        """
         for key, spec in value.tensors.items():
             if Tier.DISK not in (source.tier, target.tier):
-                target.tensors[key].copy_(source.tensors[key])
+                np.copyto(as_numpy(target.tensors[key]), as_numpy(source.tensors[key]))
                 continue
             for index in range(spec.num_pieces):
                 if target.tier is Tier.DISK:
-                    self._to_disk(value.name, key, index, piece_of(source.tensors[key], spec, index))
+                    self.write_piece(value.name, key, index, piece_of(source.tensors[key], spec, index))
                     target.written.add((key, index))
                 elif (key, index) in source.written:
-                    piece_of(target.tensors[key], spec, index).copy_(self._from_disk(value.name, key, index, spec))
+                    rows = as_rows(piece_of(target.tensors[key], spec, index), spec)
+                    self.disk().read_chunk(f"{value.name}/{key}", chunk_index(spec, index), as_numpy(rows))
+
+    @contextmanager
+    def _copies_alongside(self) -> Iterator[None]:
+        """Carry out the copies that were put off, in a thread, and wait for them at the end."""
+        copies, self._alongside = self._alongside, []
+        if not copies:
+            yield
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix=COPIES_THREAD_NAME) as executor:
+            done = [executor.submit(copy) for copy in copies]
+            yield
+            for copy in done:
+                copy.result()
 
     def run(self, stage: Stage, slots: int = 1) -> None:
         try:
-            with StageContext(self, stage, slots) as context:
+            with self._copies_alongside(), StageContext(self, stage, slots) as context:
                 stage.run(context)
                 for tap, path in self.taps.get(stage.name, ()):
                     tap(context, path)
@@ -188,23 +217,9 @@ class TorchMachine:
             raise EngineError("the schedule uses the disk but reserved no staging buffer")
         return self._staging
 
-    def _staged(self, spec: TensorSpec) -> torch.Tensor:
-        """Return the staging buffer as one piece of a tensor like ``spec``."""
-        return self.staging()[: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.piece_shape)
-
-    def _to_disk(self, name: str, key: str, index: int, piece: torch.Tensor) -> None:
-        staged = self._staged(self.plan.values[name].tensors[key])
-        self.write_piece(name, key, index, staged.copy_(piece))
-        self.note_disk()
-
     def write_piece(self, name: str, key: str, index: int, piece: torch.Tensor) -> None:
         """Write a piece to its chunk, from memory of the CPU. A thread may do so for stages."""
         spec, store, array = self.plan.values[name].tensors[key], self.disk(), f"{name}/{key}"
         chunk = chunk_index(spec, index)
         crc = store.write_chunk(array, chunk, as_numpy(as_rows(piece, spec)), replace=True)
         self.written.setdefault(name, {})[store.spec(array).chunk_key(chunk)] = crc
-
-    def _from_disk(self, name: str, key: str, index: int, spec: TensorSpec) -> torch.Tensor:
-        staged = self._staged(spec)
-        self.disk().read_chunk(f"{name}/{key}", chunk_index(spec, index), as_numpy(as_rows(staged, spec)))
-        return staged
