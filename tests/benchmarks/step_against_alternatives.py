@@ -83,14 +83,14 @@ class Way:
 
 
 @cache
-def _policy() -> PolicySource:
+def benchmark_policy() -> PolicySource:
     return find_policy(str(checkpoint_directory()))
 
 
 @cache
-def _group(prompt_tokens: int, group_size: int) -> Group:
+def benchmark_group(prompt_tokens: int, group_size: int) -> Group:
     """Return a prompt of the documentation; the responses are pieces of the text that follows in it."""
-    tokenizer = _policy().tokenizer()
+    tokenizer = benchmark_policy().tokenizer()
     assert tokenizer is not None
     count = group_size * RESPONSE_TOKENS
     text = documentation_prompt(tokenizer, prompt_tokens + 2 * count)[prompt_tokens : prompt_tokens + count]
@@ -99,7 +99,7 @@ def _group(prompt_tokens: int, group_size: int) -> Group:
         "responses": [text[first : first + RESPONSE_TOKENS] for first in range(0, count, RESPONSE_TOKENS)],
         "advantages": advantages(group_size),
     }
-    return parse_group(record, where="benchmark", tokenizer=tokenizer, vocab_size=_policy().config.vocab_size)
+    return parse_group(record, where="benchmark", tokenizer=tokenizer, vocab_size=benchmark_policy().config.vocab_size)
 
 
 def advantages(group_size: int) -> list[float]:
@@ -112,7 +112,8 @@ def _peer_model() -> Any:
     return load_peer_model(str(checkpoint_directory()))
 
 
-def _peer(name: str, group: Group) -> Peer:
+def peer(name: str, group: Group) -> Peer:
+    """Return a peer by name, for a group of `benchmark_group`."""
     numbers = advantages(len(group.responses))
     kind = Dense if name == DENSE else Packed
     return kind(hf=_peer_model(), group=group, advantages=numbers, head_rows=HEAD_ROWS)
@@ -120,7 +121,7 @@ def _peer(name: str, group: Group) -> Peer:
 
 def peer_bytes(name: str, prompt_tokens: int, group_size: int) -> int:
     """Return a peer's device peak beyond weights and gradients. Dense sequences are alike: one of them is run."""
-    group = _group(prompt_tokens, group_size)
+    group = benchmark_group(prompt_tokens, group_size)
     if name == DENSE:
         group = replace(group, responses=group.responses[:1])
     hf = _peer_model()
@@ -128,31 +129,31 @@ def peer_bytes(name: str, prompt_tokens: int, group_size: int) -> int:
         meter.adopt([*hf.parameters(), *hf.buffers(), *(parameter.grad for parameter in hf.parameters())])
         before_bytes = meter.live[DEVICE]
         meter.restart_peak()
-        _peer(name, group).step()
+        peer(name, group).step()
         return int(meter.peak[DEVICE] - before_bytes)
 
 
 def peer_step(name: str, prompt_tokens: int, group_size: int) -> Measured:
     """Time a peer once."""
-    peer, parameters = _peer(name, _group(prompt_tokens, group_size)), list(_peer_model().parameters())
+    way, parameters = peer(name, benchmark_group(prompt_tokens, group_size)), list(_peer_model().parameters())
     for parameter in parameters:
         parameter.grad.zero_()
     started_s = time.perf_counter()
-    peer.step()
+    way.step()
     seconds = time.perf_counter() - started_s
     return Measured(seconds=seconds, grad_norm=norm_of(parameter.grad for parameter in parameters))
 
 
 def engine_bytes(prompt_tokens: int, group_size: int, fixed: Mapping[str, int]) -> tuple[int, int]:
     """Return the bytes of weights and gradients, and the smallest device budget."""
-    space = step_space(_policy(), _group(prompt_tokens, group_size), fixed)
+    space = step_space(benchmark_policy(), benchmark_group(prompt_tokens, group_size), fixed)
     planned = plan_step(space, roomy_budget())
     return fixed_bytes(planned), planned.smallest_device_bytes
 
 
 def engine_step(prompt_tokens: int, group_size: int, fixed: Mapping[str, int], limit_bytes: int | None) -> Measured:
     """Run the engine's step once. Raises DoesNotFitError where the device budget is too small."""
-    space = step_space(_policy(), _group(prompt_tokens, group_size), fixed)
+    space = step_space(benchmark_policy(), benchmark_group(prompt_tokens, group_size), fixed)
     planned = plan_step(space, roomy_budget(limit_bytes))
     step = run_step(planned)
     peak = step.outcome.measured_peak_bytes
