@@ -153,7 +153,8 @@ def needs_of(plan: Plan, stages: Sequence[Stage]) -> Needs:
                 numbers[name] = len(numbers)
                 uses.append([])
                 largest.append(_largest_piece_bytes(plan.values[name]))
-            uses[numbers[name]].append(Use(index, name in resident, name in changes))
+            on_device = name in resident and Tier.DEVICE in plan.values[name].tiers  # files are never there
+            uses[numbers[name]].append(Use(index, on_device, name in changes))
         for stream in stage.streams:
             if stream.buffered:
                 nbytes = max((largest[numbers[name]] for name in stream.values), default=0)
