@@ -20,11 +20,12 @@ from engine.budget import Tier
 from engine.chunkfile import StoreFullError
 from engine.context import StageContext
 from engine.errors import RunDirectoryError, StageFailedError
-from engine.memory import DEVICE, HOST, LiveBytes
+from engine.memory import DEVICE, HOST, LiveBytes, release_freed_memory, rss_bytes
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.schedule import staging_need
 from engine.store import Store
 from engine.streams import THREAD_NAME
+from engine.units import KIB, MIB
 from engine.worker import TorchMachine
 
 PIECES = 4
@@ -243,6 +244,39 @@ def test_buffers_are_as_many_pieces_as_slots_for_every_stream_with_something_off
     assert inside == [before[DEVICE] + slots * piece_bytes]
     assert machine.meter.peak == {DEVICE: inside[0], HOST: before[HOST]}
     assert machine.meter.live == before
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_resident_set_does_not_grow_with_what_is_on_the_disk(slots: int, tmp_path: Path) -> None:
+    """A stage writes, changes and reads 64 MiB in pieces of 256 KiB after having done so with 4 MiB."""
+    if not release_freed_memory():
+        pytest.skip("the C allocator keeps freed blocks here")
+    piece, total = 256 * KIB, 64 * MIB
+    plan = Plan(name="p")
+    for name, nbytes in (("small", 4 * MIB), ("large", total)):
+        spec = TensorSpec(shape=(nbytes // piece, 1, 1, piece // 4), dtype="float32")
+        plan.value(Value(name=name, tensors={"t": spec}, kind=ValueKind.ORDERED))
+
+    def run(context: StageContext) -> None:
+        (name,) = context.stage.streams[0].values
+        for index in range(plan.values[name].tensors["t"].num_pieces):
+            context.write_rows(name, index, 0, [torch.ones(1, piece // 4)])
+            context.add_rows(name, index, 0, [torch.ones(1, piece // 4)])
+        for index in range(plan.values[name].tensors["t"].num_pieces):
+            assert context.piece(name, index)[0, 0, 0] == 2
+
+    for name in plan.values:
+        plan.add(Stage(name=name, kind="work", run=run, streams=(Stream(values=(name,), updates=True),)))
+    machine = TorchMachine(plan, meter=LiveBytes(), store=Store.create(tmp_path / "store"), directory=tmp_path)
+    resident: list[int] = []
+    with machine.meter:
+        machine.reserve(staging_need(plan))
+        for name in plan.values:
+            machine.create(plan.values[name], Tier.DISK)
+            machine.run(plan.stages[name], slots)
+            resident.append(rss_bytes())
+    assert machine.disk().nbytes == total + 4 * MIB
+    assert resident[1] - resident[0] < total / 32
 
 
 # What travels
