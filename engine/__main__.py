@@ -66,6 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     show = add("show", "draw a plan's graph and list its stages, or say what a run directory holds")
     show.add_argument("--image", metavar="FILE.png|.svg|.pdf", help="also draw the graph of a plan into a file")
     show.add_argument("--all", action="store_true", dest="every", help="list every stage of a large plan")
+    calibrate = add("calibrate", "measure this machine and write its hardware profile", plan=False)
+    calibrate.add_argument(
+        "--output", metavar="FILE.json", default="hardware.json", help="where the profile goes (default: hardware.json)"
+    )
+    calibrate.add_argument("--quick", action="store_true", help="measure once and little: seconds, and rough figures")
     resume = add("resume", "finish an interrupted run", plan=False)
     resume.add_argument("run", metavar="DIR", help="the run directory")
     add_pictures(resume)

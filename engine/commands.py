@@ -9,7 +9,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,6 +255,26 @@ def _audit(arguments: argparse.Namespace) -> int:
     return 0 if report["passed"] else OUT_OF_TOLERANCE
 
 
+def _calibrate(arguments: argparse.Namespace) -> int:
+    """Measure this machine on the shipped plan that was made for it, and write the profile."""
+    from engine.run import atomic_write_text, check_writable
+
+    check_writable(arguments.output)
+    from engine.calibrate import MEASURED, PLAN, ROUNDS, calibrate
+
+    file = find_plan(PLAN)
+    found = calibrate(
+        Path(arguments.output).stem,
+        [partial(file.plan, settings) for settings in MEASURED[: 1 if arguments.quick else None]],
+        rounds=1 if arguments.quick else ROUNDS,
+        tell=lambda text: print(text, file=sys.stderr),
+    )
+    atomic_write_text(Path(arguments.output), found.profile.to_json())
+    data = {**asdict(found.profile), "output": arguments.output, "stages_measured": len(found.observations)}
+    _emit(arguments, data, lambda: f"{found.describe()}\nprofile: {arguments.output}")
+    return 0
+
+
 def _show(arguments: argparse.Namespace) -> int:
     if Path(arguments.plan).is_dir():
         if arguments.image is not None:
@@ -379,6 +401,7 @@ _COMMANDS = {
     "execute": _execute,
     "simulate": _simulate,
     "audit": _audit,
+    "calibrate": _calibrate,
     "show": _show,
     "resume": _resume,
 }

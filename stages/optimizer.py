@@ -252,7 +252,7 @@ def load_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
         config={"source": source.fingerprint},
         updates=(weights,),
         workspace_bytes=state.row_bytes + max(scratch, state.wide.itemsize),
-        cost=Cost(moved_bytes=float(contents.nbytes) * 2),
+        cost=Cost(read_bytes=float(contents.nbytes), moved_bytes=float(contents.nbytes)),
     )
 
 
@@ -356,7 +356,7 @@ def save_stage(
         reads=reads,
         writes=(name,),
         streams=state.streams(updates=False),
-        cost=Cost(moved_bytes=float(contents.nbytes)),
+        cost=Cost(written_bytes=float(contents.nbytes)),
     )
     return stage, file_value(name, contents.nbytes)
 

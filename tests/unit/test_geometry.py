@@ -133,7 +133,13 @@ def no_less(more: Cost, less: Cost) -> bool:
 def test_what_was_kept_never_costs_time_again(work: dict[str, int], through_last: bool) -> None:
     def cost(forwards: int, attention_forwards: int) -> Cost:
         return sizes().backward_cost(
-            **work, through_last=through_last, forwards=forwards, attention_forwards=attention_forwards
+            rows=work["rows"],
+            tokens=work["tokens"],
+            prefix_tokens=work["prefix_tokens"],
+            pages=work["pages"],
+            through_last=through_last,
+            forwards=forwards,
+            attention_forwards=attention_forwards,
         )
 
     assert no_less(cost(2, 2), cost(1, 1))
@@ -143,7 +149,8 @@ def test_what_was_kept_never_costs_time_again(work: dict[str, int], through_last
 @given(work=st.fixed_dictionaries(WORK), name=st.sampled_from(sorted(WORK)), times=st.integers(2, 4))
 def test_more_of_anything_never_costs_less(work: dict[str, int], name: str, times: int) -> None:
     for cost in (sizes().forward_cost, sizes().backward_cost):
-        assert no_less(cost(**{**work, name: times * work[name]}), cost(**work))
+        at_least: Callable[..., Cost] = cost
+        assert no_less(at_least(**{**work, name: times * work[name]}), at_least(**work))
 
 
 def test_one_long_chunk_takes_less_time_than_many_short_ones() -> None:

@@ -1,0 +1,223 @@
+"""``engine calibrate``: what this machine takes, measured by the engine itself.
+
+Two measurements. Plans that were made to be measured are executed, and the seconds of their stages, beside their
+costs, give the prices of work (`engine.fitting`). Pieces are streamed by stages that do nothing else, from host and
+disk, small ones and large ones, which gives bandwidths and prices of pieces; once more beside matrix products of the
+same length, with one buffer and with two, which gives the overlap.
+
+So the figures include what the engine adds: an operator's price that of counting its bytes, a piece's that of its
+checksum. Files that were just written are read from the operating system's cache, as they mostly are in a run.
+
+Of several measurements of the same thing the shortest counts: what disturbs a machine makes it slower, never faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.budget import UNLIMITED_BYTES, Budget, Tier
+from engine.fitting import Observation, fit_profile
+from engine.hardware import PROFILES, HardwareProfile
+from engine.memory import LiveBytes, release_freed_memory
+from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
+from engine.planner import forecast
+from engine.runtime import execute, new_recording
+from engine.store import Store
+from engine.units import MIB
+from engine.worker import TorchMachine
+
+PLAN = "calibration"
+"""The shipped plan that is measured."""
+MEASURED: tuple[dict[str, str], ...] = (
+    {"hidden": "64", "prompt_tokens": "1500", "chunk_tokens": "128"},
+    {"hidden": "64", "layers": "2", "prompt_tokens": "5000", "chunk_tokens": "1024", "group_size": "2"},
+    {"hidden": "256", "prompt_tokens": "4000", "chunk_tokens": "512"},
+    {"hidden": "256", "prompt_tokens": "1000", "chunk_tokens": "64", "branches_at_once": "1"},
+    {"hidden": "576", "layers": "3", "prompt_tokens": "1500", "chunk_tokens": "512", "vocabulary": "16384"},
+    {"hidden": "576", "layers": "3", "prompt_tokens": "600", "chunk_tokens": "64", "vocabulary": "16384"},
+)
+"""Settings of `PLAN` with which it is measured, as ``--set`` takes them.
+
+They differ in what takes the time: operators in small models, matrix products and the head in large ones, attention
+behind long prompts, gradients in short chunks."""
+ROUNDS = 3
+_SMALL_BYTES, _LARGE_BYTES = MIB // 16, 2 * MIB
+# Sizes of a piece: at the small one its price counts, at the large one bandwidth. Pages of real models lie between.
+_NUM_PIECES = 24
+_ROOMY = Budget(device_bytes=UNLIMITED_BYTES, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
+_LEAST_PART = 0.1
+# Of a large piece's time that its bytes take, whatever was measured.
+_LEAST_S = 1e-9
+# Of a difference between two measurements that should be positive.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A measured profile, and the stages that its prices were fitted to."""
+
+    profile: HardwareProfile
+    observations: tuple[Observation, ...]
+
+    def describe(self) -> str:
+        """Say what was measured, and how well the profile's times agree with it."""
+        numbers = {key: value for key, value in asdict(self.profile).items() if key != "name"}
+        off = [abs(self.profile.seconds(item.cost) / item.seconds - 1.0) for item in self.observations]
+        total_s = sum(item.seconds for item in self.observations)
+        fitted_s = sum(self.profile.seconds(item.cost) for item in self.observations)
+        return "\n".join(
+            [
+                *(f"{key:32}{value:.4g}" for key, value in numbers.items()),
+                f"fitted to {len(off)} stages of {total_s:.1f} s: {fitted_s:.1f} s, half of them within "
+                f"{100 * statistics.median(off):.0f} %",
+            ]
+        )
+
+
+def calibrate(
+    name: str, plans: Iterable[Callable[[], Plan]], *, rounds: int = ROUNDS, tell: Callable[[str], None] = print
+) -> Calibration:
+    """Measure this machine with ``plans``, each executed ``rounds`` times, and return its profile.
+
+    ``tell`` is told what is being measured.
+    """
+    release_freed_memory()
+    with tempfile.TemporaryDirectory(prefix="longstraw-calibrate-") as folder:
+        tell("measuring transfers")
+        known = _measure_transfers(replace(PROFILES["cpu"], name=name), Path(folder), rounds)
+        observations: list[Observation] = []
+        for index, make in enumerate(plans):
+            tell(f"measuring stages of plan {index + 1}")
+            observations += observe(make(), Path(folder) / f"plan{index}", rounds)
+    profile = fit_profile(name, observations, known)
+    return Calibration(profile=profile, observations=tuple(observations))
+
+
+def observe(plan: Plan, folder: Path, rounds: int) -> list[Observation]:
+    """Execute a plan ``rounds`` times in new folders and return its stages but those that make what they write.
+
+    Those load weights and write files, at rates that are no price of work.
+    """
+    planned = forecast(plan, _ROOMY, PROFILES["cpu"])
+    fastest: dict[str, float] = {}
+    for number in range(rounds):
+        recording = new_recording(planned)
+        execute(planned, folder / f"run{number}", recording=recording)
+        for name, span in recording.stages().items():
+            fastest[name] = min(span.seconds, fastest.get(name, span.seconds))
+    return [
+        Observation(name=stage.name, cost=stage.cost, seconds=fastest[stage.name])
+        for stage in planned.schedule.stages
+        if not any(planned.plan.values[name].provided for name in stage.writes)
+    ]
+
+
+# Transfers
+
+
+def _pieces(tier: Tier, nbytes: int) -> Value:
+    spec = TensorSpec(shape=(_NUM_PIECES, nbytes // 4), dtype="float32")
+    return Value(name="pieces", tensors={"pieces": spec}, kind=ValueKind.ORDERED, tiers=(tier,))
+
+
+def _read(context: Any) -> None:
+    for index in range(_NUM_PIECES):
+        context.piece("pieces", index)
+
+
+def _change(context: Any) -> None:
+    for index in range(_NUM_PIECES):
+        with context.changing("pieces", index) as piece:
+            piece[:1].add_(1.0)
+
+
+class _Bench:
+    """A machine with pieces on one tier, written once; ``seconds`` runs a stage over them."""
+
+    def __init__(self, tier: Tier, nbytes: int, folder: Path, rounds: int) -> None:
+        value = _pieces(tier, nbytes)
+        self._plan, self._rounds = Plan(name="transfers"), rounds
+        self._plan.value(value)
+        store = Store.create(folder) if tier is Tier.DISK else None
+        self._machine = TorchMachine(self._plan, meter=LiveBytes(), store=store, directory=None)
+        with self._machine.meter:
+            self._machine.reserve(nbytes)
+            self._machine.create(value, tier)
+            self._machine.run(self._stage(_change))
+
+    def _stage(self, run: Callable[[Any], None]) -> Stage:
+        return Stage(name="transfer", kind="transfer", run=run, streams=(Stream(values=("pieces",), updates=True),))
+
+    def seconds(self, run: Callable[[Any], None], slots: int = 1) -> float:
+        """Return the shortest time of ``run`` a piece."""
+        taken = []
+        for _ in range(self._rounds):
+            started_s = time.perf_counter()
+            with self._machine.meter:
+                self._machine.run(self._stage(run), slots)
+            taken.append(time.perf_counter() - started_s)
+        return min(taken) / _NUM_PIECES
+
+
+def _line(small_s: float, large_s: float) -> tuple[float, float]:
+    """Return bytes per second and the price of a piece, from the seconds of a small and a large one."""
+    byte_s = max((large_s - small_s) / (_LARGE_BYTES - _SMALL_BYTES), _LEAST_PART * large_s / _LARGE_BYTES)
+    return 1.0 / byte_s, max(0.0, small_s - _SMALL_BYTES * byte_s)
+
+
+def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int) -> HardwareProfile:
+    """Return ``known`` with measured transfers."""
+    sizes = (_SMALL_BYTES, _LARGE_BYTES)
+    host = [_Bench(Tier.HOST, nbytes, folder / "unused", rounds).seconds(_read) for nbytes in sizes]
+    link_bytes_per_s, copy_s = _line(*host)
+    disks = [_Bench(Tier.DISK, nbytes, folder / f"disk{nbytes}", rounds) for nbytes in sizes]
+    read = [disk.seconds(_read) for disk in disks]
+    write = [disk.seconds(_change) - seconds for disk, seconds in zip(disks, read, strict=True)]
+    # A piece on disk crosses the link as well, so what the link takes is no part of the disk's own time.
+    disk_read, read_s = _line(*(max(_LEAST_S, whole - part) for whole, part in zip(read, host, strict=True)))
+    disk_write, write_s = _line(*(max(_LEAST_S, whole - part) for whole, part in zip(write, host, strict=True)))
+    return replace(
+        known,
+        host_link_bytes_per_s=link_bytes_per_s,
+        copy_s=copy_s,
+        disk_read_bytes_per_s=disk_read,
+        disk_write_bytes_per_s=disk_write,
+        file_s=(read_s + write_s) / 2,
+        overlap=_measure_overlap(disks[-1], read[-1]),
+    )
+
+
+def _measure_overlap(disk: _Bench, transfer_s: float) -> float:
+    """Return the part of reading pieces of ``transfer_s`` each that matrix products of about that time hide."""
+    matrix = torch.ones(256, 256)
+    product_s = _shortest(lambda: matrix @ matrix)
+    repeats = max(1, round(transfer_s / product_s))
+
+    def compute() -> None:
+        for _ in range(repeats):
+            torch.mm(matrix, matrix)
+
+    def read_and_compute(context: Any) -> None:
+        for index in range(_NUM_PIECES):
+            context.piece("pieces", index)
+            compute()
+
+    alone_s, both_s = disk.seconds(read_and_compute, slots=1), disk.seconds(read_and_compute, slots=2)
+    hidden_s = alone_s - both_s
+    return min(1.0, max(0.0, hidden_s / min(transfer_s, max(_LEAST_S, alone_s - transfer_s))))
+
+
+def _shortest(work: Callable[[], object], repeats: int = 20) -> float:
+    taken = []
+    for _ in range(repeats):
+        started_s = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - started_s)
+    return min(taken)
