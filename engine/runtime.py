@@ -41,7 +41,7 @@ from engine.own_stage import merge_reports
 from engine.plan import Plan, Stage, digest, recipe_keys
 from engine.planner import Forecast, peak_bytes_at
 from engine.run import METRICS_FILE, RunDirectory, atomic_write_bytes, atomic_write_text, check_writable
-from engine.schedule import Schedule
+from engine.schedule import Copy, Create
 from engine.store import Store
 from engine.trace import MEASURED, Recording, chrome_trace
 from engine.units import format_bytes
@@ -251,7 +251,7 @@ def _execute_in(
         if plan_source is not None:
             atomic_write_bytes(directory.plan_path, plan_source)
         directory.results_path.mkdir(exist_ok=True)
-        store = Store.create(directory.store_path) if _uses_disk(forecast.schedule) else None
+        store = Store.create(directory.store_path) if _uses_disk(forecast) else None
         meter = LiveBytes()
         machine = TorchMachine(plan, meter=meter, store=store, directory=directory.results_path)
         machine.taps = taps
@@ -327,8 +327,14 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _uses_disk(schedule: Schedule) -> bool:
-    return schedule.staging_bytes > 0
+def _uses_disk(forecast: Forecast) -> bool:
+    """Return whether any Value but the files that stages write themselves is ever on disk."""
+    values = forecast.plan.values
+    return any(
+        not values[item.value].provided and (item.tier if isinstance(item, Create) else item.target) is Tier.DISK
+        for item in forecast.schedule.instructions
+        if isinstance(item, Create | Copy)
+    )
 
 
 def _leave_trace(directory: RunDirectory, forecast: Forecast, recording: Recording) -> None:
