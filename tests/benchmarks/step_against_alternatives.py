@@ -40,6 +40,7 @@ from stages import Group, find_policy, parse_group
 from tests.benchmarks.engine_step import fixed_bytes, norm_of, plan_step, roomy_budget, run_step, step_space
 from tests.benchmarks.machine import heading, machine, markdown, mib
 from tests.benchmarks.peers import Dense, Packed, Peer, load_peer_model
+from tests.benchmarks.time_spent import time_spent
 
 PROMPT_TOKENS = (2048, 4096)
 RESPONSE_TOKENS = 64
@@ -168,6 +169,15 @@ def engine_step(prompt_tokens: int, group_size: int, fixed: Mapping[str, int], l
     )
 
 
+def engine_time_spent(
+    prompt_tokens: int, group_size: int, fixed: Mapping[str, int], limit_bytes: int | None
+) -> dict[str, float]:
+    """Run the engine's step once under torch's profiler and return its seconds by where they went."""
+    space = step_space(benchmark_policy(), benchmark_group(prompt_tokens, group_size), fixed)
+    planned = plan_step(space, roomy_budget(limit_bytes))
+    return time_spent(lambda: run_step(planned).seconds)
+
+
 # In the process that asks for it
 
 
@@ -234,6 +244,15 @@ class Bench:
         check_norms(ways)
         return ways
 
+    def profile(self, ways: Sequence[Way]) -> str:
+        """Return where the time of the engine's first way goes, as a table."""
+        way = next(way for way in ways if way.name not in (DENSE, PACKED) and way.rounds)
+        asked = (way.prompt_tokens, self.options.group_size, self.options.fixed, way.limit_bytes)
+        spent = self.engine.submit(engine_time_spent, *asked).result()
+        total_s = sum(spent.values())
+        rows = [[kind, f"{seconds:.2f}", f"{seconds / total_s:.0%}"] for kind, seconds in spent.items()]
+        return markdown([f"{way.name}, {way.prompt_tokens} tokens, profiled", "s", "share"], rows)
+
 
 def check_norms(ways: Sequence[Way]) -> None:
     """Stop if the gradients' norms of one prompt length do not agree."""
@@ -296,6 +315,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shares-only", action="store_true", help="no other budgets")
     parser.add_argument("--no-dense", action="store_true")
     parser.add_argument("--set", type=choice, action="append", default=[], metavar="NAME=N", help="fix a choice")
+    parser.add_argument("--profile", action="store_true", help="say where the time of the engine's first way goes")
     parser.add_argument("--quick", action="store_true", help="one round at the first prompt length")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -308,15 +328,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print: tables, then everything as one line of JSON."""
     options = parse(arguments)
     ways: list[Way] = []
+    profiles: list[str] = []
     with process() as peers, process() as engine:
         bench = Bench(options=options, peers=peers, engine=engine)
         for prompt_tokens in options.prompt_tokens:
-            ways += bench.measure(prompt_tokens)
+            found = bench.measure(prompt_tokens)
+            ways += found
+            if options.profile:
+                profiles.append(bench.profile(found))
     work = (
         f"SmolLM2-135M, float32, one group of {options.group_size} responses of {RESPONSE_TOKENS} tokens, forward and "
         f"backward, median of {options.rounds} interleaved rounds"
     )
     print(f"{heading(work)}\n\n{table(ways)}\n\n{stage_table(ways)}\n")
+    print("".join(f"{text}\n\n" for text in profiles), end="")
     print(json.dumps({**machine(), "ways": [asdict(way) for way in ways]}))
 
 
