@@ -173,7 +173,7 @@ class Planner:
         """Return the fastest choices within ``budget``. Raises DoesNotFitError as `forecast` does."""
         self._check_smallest(budget)
         frontier, best = _Frontier(self._ladders), None
-        refusal: DoesNotFitError | None = None
+        refused: list[tuple[Choices, DoesNotFitError]] = []
         while (item := frontier.pop()) is not None and (best is None or item[0] < best.seconds):
             (least_s, positions), sketch = item, self._sketch(frontier.choices(item[1]))
             placer = self._placer(sketch)
@@ -189,10 +189,10 @@ class Planner:
                     if best is None or seconds < best.seconds:
                         best = Found(sketch=sketch, placement=placement, seconds=seconds)
                 except DoesNotFitError as error:
-                    refusal = refusal or error
+                    refused.append((sketch.choices, error))
             frontier.push_slower(least_s, positions, levers)
         if best is None:
-            raise refusal or DoesNotFitError("no choice was found that fits, though one is known to exist")
+            raise _none_fits(refused)
         return best
 
     def offers(self, budget: Budget) -> list[Offer]:
@@ -313,6 +313,16 @@ def peak_bytes_at(forecast: Forecast, actual: ActualSizes) -> dict[Tier, int]:
     )
     ledger = drive(plan, replace(forecast.schedule, instructions=instructions), forecast.budget, Uncounted())
     return dict(ledger.peak)
+
+
+def _none_fits(refused: Sequence[tuple[Choices, DoesNotFitError]]) -> DoesNotFitError:
+    """Return the refusal of choices that fit the device, but neither host nor disk: that of the first, and how many."""
+    choices, first = refused[0]
+    if len(refused) == 1:
+        return first
+    told = ", ".join(f"{name} {value}" for name, value in choices.items())
+    others = f"{len(refused) - 1} other choices that fit the device were tried and do not fit there either"
+    return DoesNotFitError(f"{first} (with {told}; {others})", report=first.report)
 
 
 def _refusal(stage: Stage, need: int, budget: Budget, *, has_choices: bool) -> str:

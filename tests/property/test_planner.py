@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from engine.budget import UNLIMITED_BYTES, Budget
 from engine.errors import DoesNotFitError
 from engine.plan import Choices, Cost, Plan, Stage
 from engine.planner import Planner
+from engine.schedule import device_floor
 from tests.property.test_schedules import SECONDS, budgets, random_plans, total_bytes
 
 
@@ -104,3 +106,20 @@ def test_what_is_refused_for_its_device_bytes_fits_under_no_choice(data: st.Data
         except DoesNotFitError:
             continue
         raise AssertionError(f"even {even}, odd {odd} fits into {below}")
+
+
+@given(data=st.data(), plan=random_plans(most_stages=12))
+@settings(max_examples=25)
+def test_a_refusal_on_host_or_disk_says_how_many_choices_were_tried(data: st.DataObject, plan: Plan) -> None:
+    space = Scaled(plan)
+    planner = space.planner()
+    tight = Budget(device_bytes=planner.smallest[1] + data.draw(st.integers(0, 100)), host_bytes=0, disk_bytes=0)
+    assume(seconds(space, tight) is None)
+    fitting = [
+        choices
+        for choices in ({"even": even, "odd": odd} for even, odd in itertools.product((1, 2, 4), repeat=2))
+        if device_floor(space.lower(choices))[0] <= tight.device_bytes
+    ]
+    assume(len(fitting) > 1)
+    with pytest.raises(DoesNotFitError, match=f"have to leave the device .*{len(fitting) - 1} other choices"):
+        planner.forecast(tight)
