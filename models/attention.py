@@ -59,6 +59,16 @@ class OwnState(Protocol):
         """Keep those of one more token and return all, ``[B, K, T, D]`` each."""
 
 
+class AttentionResults(Protocol):
+    """What attention gave in a chunk's forward, kept for the same chunk's backward."""
+
+    def keep(self, layer: int, out_BHSD: torch.Tensor, lse_BHS: torch.Tensor) -> None:
+        """Keep a layer's output, in the compute dtype, and log-sum-exp, in the accumulation dtype."""
+
+    def recall(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what was kept of a layer, good until the next call; None where there is nothing to recall."""
+
+
 class EmptyPrefix:
     """The prefix of the first chunk: no pages."""
 
@@ -92,29 +102,47 @@ def _own_is_causal(q_BHSD: torch.Tensor, k_BKTD: torch.Tensor) -> bool:
     return q_BHSD.shape[2] == k_BKTD.shape[2]
 
 
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: Prefix, layer: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention's output ``[B, H, S, D]`` and its log-sum-exp ``[B, H, S]`` in the accumulation dtype.
+
+    Partial results merge as weighted means: a page weighs exp(its log-sum-exp - the merged one).
+    """
+    wide = accumulation_dtype(q.dtype)
+    out, lse = _flash(q, k, v, 0.0, _own_is_causal(q, k), scale=scale)
+    out, lse = out.to(wide), lse.to(wide)
+    q_folded = _fold(q) if prefix.token_counts else q
+    for index in range(len(prefix.token_counts)):
+        page = prefix.page(layer, index)
+        page_out, page_lse = _flash(q_folded, page[0:1], page[1:2], 0.0, False, scale=scale)
+        page_out, page_lse = _unfold(page_out.to(wide), q.shape[0]), _unfold(page_lse.to(wide), q.shape[0])
+        merged = torch.logaddexp(lse, page_lse)
+        out.lerp_(page_out, page_lse.sub_(merged).exp_().unsqueeze(-1))
+        lse = merged
+        del page, page_out, page_lse, merged  # or they would stand beside the next page's
+    return out.to(q.dtype), lse
+
+
 class _PagedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: Prefix, layer: int, scale: float
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        prefix: Prefix,
+        results: AttentionResults | None,
+        layer: int,
+        scale: float,
     ) -> torch.Tensor:
-        wide = accumulation_dtype(q.dtype)
-        out, lse = _flash(q, k, v, 0.0, _own_is_causal(q, k), scale=scale)
-        out, lse = out.to(wide), lse.to(wide)
-        q_folded = _fold(q) if prefix.token_counts else q
-        for index in range(len(prefix.token_counts)):
-            page = prefix.page(layer, index)
-            page_out, page_lse = _flash(q_folded, page[0:1], page[1:2], 0.0, False, scale=scale)
-            page_out, page_lse = _unfold(page_out.to(wide), q.shape[0]), _unfold(page_lse.to(wide), q.shape[0])
-            merged = torch.logaddexp(lse, page_lse)
-            out.mul_((lse - merged).exp_().unsqueeze(-1))
-            page_out.mul_((page_lse - merged).exp_().unsqueeze(-1))
-            out.add_(page_out)
-            lse = merged
-            del page, page_out, page_lse, merged  # or they would stand beside the next page's
-        result: torch.Tensor = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse)
+        known = None if results is None else results.recall(layer)
+        out, lse = _attend(q, k, v, prefix, layer, scale) if known is None else known
+        if results is not None and known is None:
+            results.keep(layer, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.prefix, ctx.layer, ctx.scale = prefix, layer, scale
-        return result
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -123,7 +151,7 @@ class _PagedAttention(torch.autograd.Function):
         d_out = grad_outputs[0].contiguous()
         d_q, d_k, d_v = _flash_backward(d_out, q, k, v, out, lse, 0.0, _own_is_causal(q, k), scale=scale)
         if not prefix.token_counts:
-            return d_q, d_k, d_v, None, None, None
+            return d_q, d_k, d_v, None, None, None, None
         d_q_sum = d_q.to(accumulation_dtype(q.dtype))
         del d_q
         folded = [_fold(x) for x in (d_out, q, out, lse)]
@@ -135,7 +163,7 @@ class _PagedAttention(torch.autograd.Function):
             d_q_sum.add_(_unfold(d_q_page, q.shape[0]))
             prefix.add_cotangent(layer, index, d_key, d_value)
             del page, d_q_page, d_key, d_value
-        return d_q_sum.to(q.dtype), d_k, d_v, None, None, None
+        return d_q_sum.to(q.dtype), d_k, d_v, None, None, None, None
 
 
 def paged_attention(
@@ -147,9 +175,12 @@ def paged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     prefix: Prefix | None = None,
+    results: AttentionResults | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of ``query [B, H, S, D]`` to itself causally and to all of ``prefix``; result ``[B, S, H, D]``.
+
+    ``results`` are recalled instead of computed again where there are any, and kept otherwise.
 
     The signature is that of transformers' attention registry. Keys and values are ``[B, K, S, D]``, or
     ``[B, K, T, D]`` behind one query token, which sees all T of them.
@@ -172,7 +203,7 @@ def paged_attention(
         )
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     layer = cast(int, getattr(module, "layer_idx", 0))
-    out = _PagedAttention.apply(query, key, value, prefix or EmptyPrefix(), layer, scale)
+    out = _PagedAttention.apply(query, key, value, prefix or EmptyPrefix(), results, layer, scale)
     return cast(torch.Tensor, out).transpose(1, 2).contiguous(), None
 
 

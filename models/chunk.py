@@ -2,9 +2,12 @@
 
 A chunk is a run of tokens of one node of the token tree (or one chunk each of several sibling leaves, batched). What
 distinguishes a prompt chunk from a response chunk is only what is asked of it: state for later tokens, hidden rows
-for the head, or both. The backward recomputes the chunk layer by layer from stored layer inputs, so that one layer's
+for the head, or both. The backward recomputes the chunk layer by layer from the layers' inputs, so that one layer's
 activations are alive at a time; it is called for the chunks of a node from last to first, when the cotangents of the
-chunk's state are complete.
+chunk's state are complete. The inputs are what the forward kept of them (`LayerInputs`), or come from a forward of the
+backward's own.
+
+Invariant: both give the same bits, since the forward of a chunk and its recomputation do the same.
 
 Shapes: B branches, S tokens, C hidden size, K key/value heads, D head dimension.
 """
@@ -16,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from models.attention import Prefix
+from models.attention import AttentionResults, Prefix
 from models.dense import Positions
 
 KeepState = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -27,6 +30,39 @@ HeadBackward = Callable[[torch.Tensor], torch.Tensor]
 """Takes the last layer's output ``[B, S, C]`` and returns its gradient."""
 
 
+class LayerInputs(Protocol):
+    """What a chunk's forward keeps for its backward: every layer's input but the first, and the last one's output.
+
+    ``layer`` counts from 1; the input of a layer behind the last is the last one's output. The first layer's input is
+    the embedding, which is looked up again.
+    """
+
+    @property
+    def results(self) -> AttentionResults | None:
+        """Where what attention gives is kept too; None where it is computed again."""
+
+    def keep(self, layer: int, hidden_BSC: torch.Tensor) -> None:
+        """Keep a layer's input."""
+
+    def recall(self, layer: int) -> torch.Tensor:
+        """Return a layer's input, good until the next call; called once a layer, from last to first."""
+
+
+class _Recomputed:
+    """Layer inputs that a backward makes itself; each is let go as it is recalled."""
+
+    results = None
+
+    def __init__(self) -> None:
+        self._inputs: list[torch.Tensor] = []
+
+    def keep(self, layer: int, hidden_BSC: torch.Tensor) -> None:
+        self._inputs.append(hidden_BSC)
+
+    def recall(self, layer: int) -> torch.Tensor:
+        return self._inputs.pop()
+
+
 class Model(Protocol):
     """The phases of `models.dense.DenseModel`, real or traced."""
 
@@ -35,7 +71,12 @@ class Model(Protocol):
     def embed(self, ids_BS: torch.Tensor) -> torch.Tensor: ...
     def positions(self, hidden_BSC: torch.Tensor, first: int) -> Positions: ...
     def block_forward(
-        self, layer: int, hidden_BSC: torch.Tensor, positions: Positions, prefix: Prefix
+        self,
+        layer: int,
+        hidden_BSC: torch.Tensor,
+        positions: Positions,
+        prefix: Prefix,
+        results: AttentionResults | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
     def block_state(
         self, layer: int, hidden_BSC: torch.Tensor, positions: Positions
@@ -48,6 +89,7 @@ class Model(Protocol):
         prefix: Prefix,
         d_out_BSC: torch.Tensor | None,
         d_state: tuple[torch.Tensor, torch.Tensor] | None,
+        results: AttentionResults | None = None,
     ) -> torch.Tensor: ...
     def head_score(
         self, hidden_RC: torch.Tensor, targets_R: torch.Tensor, *, temperature: float, block_rows: int
@@ -73,22 +115,31 @@ def forward_chunk(
     prefix: Prefix,
     keep_state: KeepState | None,
     want_hidden: bool,
+    inputs: LayerInputs | None = None,
 ) -> torch.Tensor | None:
     """Evaluate a chunk without autograd; return the last layer's output ``[B, S, C]`` if it is wanted.
 
-    With ``want_hidden`` false the last layer stops at its keys and values.
+    With ``want_hidden`` false the last layer stops at its keys and values. ``inputs`` keep what the chunk's backward
+    would compute again.
     """
     hidden = model.embed(ids_BS)
     positions = model.positions(hidden, first_position)
+    results = None if inputs is None else inputs.results
     for layer in range(model.num_layers):
+        if layer and inputs is not None:
+            inputs.keep(layer, hidden)
         if layer == model.num_layers - 1 and not want_hidden:
             key, value = model.block_state(layer, hidden, positions)
         else:
-            hidden, key, value = model.block_forward(layer, hidden, positions, prefix)
+            hidden, key, value = model.block_forward(layer, hidden, positions, prefix, results)
         if keep_state is not None:
             keep_state(layer, key, value)
         del key, value
-    return hidden if want_hidden else None
+    if not want_hidden:
+        return None
+    if inputs is not None:
+        inputs.keep(model.num_layers, hidden)
+    return hidden
 
 
 def backward_chunk(
@@ -99,31 +150,34 @@ def backward_chunk(
     prefix: Prefix,
     state_cotangent: StateCotangent | None,
     head_backward: HeadBackward | None,
+    inputs: LayerInputs | None = None,
 ) -> None:
     """Differentiate a chunk: parameters' gradients to their accumulators, the prefix's cotangents to their pages.
 
     At least one of ``state_cotangent`` (later tokens saw this chunk's state) and ``head_backward`` (this chunk has
-    scored rows) is given.
+    scored rows) is given. ``inputs`` are those that the chunk's forward kept; without them there is one more forward.
     """
-    inputs, positions = _layer_inputs(model, ids_BS, first_position, prefix, through_last=head_backward is not None)
-    d_hidden = None if head_backward is None else head_backward(inputs.pop())
+    hidden = model.embed(ids_BS)
+    positions = model.positions(hidden, first_position)
+    if inputs is None:
+        inputs = _recompute(model, hidden, positions, prefix, through_last=head_backward is not None)
+    d_hidden = None if head_backward is None else head_backward(inputs.recall(model.num_layers))
     for layer in reversed(range(model.num_layers)):
         d_state = None if state_cotangent is None else state_cotangent(layer)
-        d_hidden = model.block_backward(layer, inputs.pop(), positions, prefix, d_hidden, d_state)
-        del d_state
+        entry = inputs.recall(layer) if layer else hidden
+        d_hidden = model.block_backward(layer, entry, positions, prefix, d_hidden, d_state, inputs.results)
+        del d_state, entry
     if d_hidden is not None:
         model.embed_backward(ids_BS, d_hidden)
 
 
-def _layer_inputs(
-    model: Model, ids_BS: torch.Tensor, first_position: int, prefix: Prefix, *, through_last: bool
-) -> tuple[list[torch.Tensor], Positions]:
-    """Return every layer's input, and the last layer's output too where it is asked for."""
-    hidden = model.embed(ids_BS)
-    positions = model.positions(hidden, first_position)
-    inputs = [hidden]
+def _recompute(
+    model: Model, hidden_BSC: torch.Tensor, positions: Positions, prefix: Prefix, *, through_last: bool
+) -> LayerInputs:
+    """Return every layer's input but the first, and the last layer's output too where it is asked for."""
+    inputs = _Recomputed()
     for layer in range(model.num_layers if through_last else model.num_layers - 1):
-        hidden, key, value = model.block_forward(layer, hidden, positions, prefix)
+        hidden_BSC, key, value = model.block_forward(layer, hidden_BSC, positions, prefix)
         del key, value
-        inputs.append(hidden)
-    return inputs, positions
+        inputs.keep(layer + 1, hidden_BSC)
+    return inputs

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models import head
-from models.attention import OwnState, Prefix
+from models.attention import AttentionResults, OwnState, Prefix
 from models.float64 import accumulation_dtype
 
 HEAD_GRADIENT = "lm_head.weight"
@@ -43,8 +43,15 @@ class _StateReady(Exception):
 class _Probe:
     """Stands in for the cache of one layer call: takes the new state, hands over the prefix and the own state."""
 
-    def __init__(self, prefix: Prefix, *, state_only: bool, own: OwnState | None = None) -> None:
-        self.prefix, self.state_only, self.own = prefix, state_only, own
+    def __init__(
+        self,
+        prefix: Prefix,
+        *,
+        state_only: bool,
+        own: OwnState | None = None,
+        results: AttentionResults | None = None,
+    ) -> None:
+        self.prefix, self.state_only, self.own, self.results = prefix, state_only, own, results
         self.key: torch.Tensor | None = None
         self.value: torch.Tensor | None = None
 
@@ -54,7 +61,7 @@ class _Probe:
         self.key, self.value = key, value
         if self.state_only:
             raise _StateReady
-        kwargs["prefix"] = self.prefix
+        kwargs["prefix"], kwargs["results"] = self.prefix, self.results
         return (key, value) if self.own is None else self.own.append(layer_idx, key, value)
 
     def state(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,10 +130,18 @@ class DenseModel:
 
     @torch.no_grad()
     def block_forward(
-        self, layer: int, hidden_BSC: torch.Tensor, positions: Positions, prefix: Prefix
+        self,
+        layer: int,
+        hidden_BSC: torch.Tensor,
+        positions: Positions,
+        prefix: Prefix,
+        results: AttentionResults | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a layer's output ``[B, S, C]`` and its new keys and values ``[B, K, S, D]``, without autograd."""
-        probe = _Probe(prefix, state_only=False)
+        """Return a layer's output ``[B, S, C]`` and its new keys and values ``[B, K, S, D]``, without autograd.
+
+        ``results`` keep what its attention gives.
+        """
+        probe = _Probe(prefix, state_only=False, results=results)
         out = self._layer(layer, hidden_BSC, positions, probe)
         return (cast(torch.Tensor, out), *probe.state())
 
@@ -155,13 +170,14 @@ class DenseModel:
         prefix: Prefix,
         d_out_BSC: torch.Tensor | None,
         d_state: tuple[torch.Tensor, torch.Tensor] | None,
+        results: AttentionResults | None = None,
     ) -> torch.Tensor:
         """Recompute a layer with autograd, pull the cotangents back, and return that of its input ``[B, S, C]``.
 
         ``d_out_BSC`` is None where nothing but the layer's state is used (then the rest of the layer does not run),
-        ``d_state`` where no later token sees the state.
+        ``d_state`` where no later token sees the state. Attention is not computed again where ``results`` recall it.
         """
-        probe = _Probe(prefix, state_only=d_out_BSC is None)
+        probe = _Probe(prefix, state_only=d_out_BSC is None, results=results)
         with torch.enable_grad():
             entry = hidden_BSC.detach().requires_grad_()
             out = self._layer(layer, entry, positions, probe)

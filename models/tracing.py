@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from engine.memory import DEVICE, LiveBytes
-from models.attention import OwnState, Prefix
+from models.attention import AttentionResults, OwnState, Prefix
 from models.dense import DenseModel, Positions
 
 
@@ -117,10 +117,17 @@ class TracedModel:
         return cast(Positions, self._phase("positions", run, hidden_BSC))
 
     def block_forward(
-        self, layer: int, hidden_BSC: torch.Tensor, positions: Positions, prefix: Prefix
+        self,
+        layer: int,
+        hidden_BSC: torch.Tensor,
+        positions: Positions,
+        prefix: Prefix,
+        results: AttentionResults | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `DenseModel`. What is kept of attention's results is copied away: that needs no memory here."""
+
         def run(hidden: torch.Tensor, positions: Positions, prefix: Prefix) -> Any:
-            return self.model.block_forward(layer, hidden, positions, prefix)
+            return self.model.block_forward(layer, hidden, positions, prefix, results)
 
         result = self._phase("block_forward", run, hidden_BSC, positions, _Representative(prefix, by_length=False))
         return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], result)
@@ -152,12 +159,18 @@ class TracedModel:
         prefix: Prefix,
         d_out_BSC: torch.Tensor | None,
         d_state: tuple[torch.Tensor, torch.Tensor] | None,
+        results: AttentionResults | None = None,
     ) -> torch.Tensor:
-        def run(hidden: torch.Tensor, positions: Positions, prefix: Prefix, d_out: Any, d_state: Any) -> Any:
-            return self.model.block_backward(layer, hidden, positions, prefix, d_out, d_state)
+        """See `DenseModel`. Results that are recalled are views of what lies elsewhere."""
 
-        page = _Representative(prefix, by_length=True)
-        return cast(torch.Tensor, self._phase("block_backward", run, hidden_BSC, positions, page, d_out_BSC, d_state))
+        def run(
+            hidden: torch.Tensor, positions: Positions, prefix: Prefix, d_out: Any, d_state: Any, recalled: bool
+        ) -> Any:
+            return self.model.block_backward(layer, hidden, positions, prefix, d_out, d_state, results)
+
+        page, recalled = _Representative(prefix, by_length=True), results is not None
+        arguments = (hidden_BSC, positions, page, d_out_BSC, d_state, recalled)
+        return cast(torch.Tensor, self._phase("block_backward", run, *arguments))
 
     def head_score(
         self, hidden_RC: torch.Tensor, targets_R: torch.Tensor, *, temperature: float, block_rows: int

@@ -48,6 +48,7 @@ def from_rollouts(
     chunk_tokens: int | None = None,
     branches_at_once: int | None = None,
     head_rows: int | None = None,
+    stored_inputs: int | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
 ) -> Plan:
     """Steps over the groups of ``rollouts`` in their order, ``groups_per_step`` to each; one step takes all of them."""
@@ -83,6 +84,7 @@ def from_rollouts(
         chunk_tokens=chunk_tokens,
         branches_at_once=branches_at_once,
         head_rows=head_rows,
+        stored_inputs=stored_inputs,
     )
     dealt = deal(groups, steps=steps, groups_per_step=groups_per_step, first_step=first_step)
     plan = grpo_run(name="from_rollouts", policy=source, steps=dealt, settings=settings, tokenizer=tokenizer)

@@ -73,6 +73,7 @@ def learn_tiny(
     chunk_tokens: int | None = None,
     branches_at_once: int | None = None,
     head_rows: int | None = None,
+    stored_inputs: int | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
 ) -> Plan:
     """A few hundred steps of a llama with two layers of hidden size 32."""
@@ -109,6 +110,7 @@ def learn_tiny(
         chunk_tokens=chunk_tokens,
         branches_at_once=branches_at_once,
         head_rows=head_rows,
+        stored_inputs=stored_inputs,
     )
     return grpo_run(
         name="learn_tiny",

@@ -62,6 +62,7 @@ def quickstart(
     chunk_tokens: int | None = None,
     branches_at_once: int | None = None,
     head_rows: int | None = None,
+    stored_inputs: int | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
     compare_dense: bool = True,
 ) -> Plan:
@@ -85,6 +86,7 @@ def quickstart(
         chunk_tokens=chunk_tokens,
         branches_at_once=branches_at_once,
         head_rows=head_rows,
+        stored_inputs=stored_inputs,
     )
     plan = grpo_step(
         name="quickstart", policy=source, groups=[prompt], settings=settings, rollout=rollout, tokenizer=tokenizer

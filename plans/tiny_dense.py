@@ -31,6 +31,7 @@ def tiny_dense(
     chunk_tokens: int | None = None,
     branches_at_once: int | None = None,
     head_rows: int | None = None,
+    stored_inputs: int | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
 ) -> Plan:
     """One step of a model of ``family`` (llama, mistral, qwen2, qwen3) with hidden size 64."""
@@ -67,6 +68,7 @@ def tiny_dense(
         chunk_tokens=chunk_tokens,
         branches_at_once=branches_at_once,
         head_rows=head_rows,
+        stored_inputs=stored_inputs,
     )
     group = parse_group(record, where="tiny_dense", tokenizer=None, vocab_size=VOCABULARY)
     return grpo_step(name="tiny_dense", policy=find_policy(config), groups=[group], settings=settings)

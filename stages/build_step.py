@@ -20,10 +20,11 @@ from stages import names
 from stages.compute import HeadOptions
 from stages.learning_rate import learning_rate_at
 from stages.loss_stage import LossStage, loss_groups
-from stages.lower import Lowering, Visible
+from stages.lower import Lowering
 from stages.metrics import MetricsLine
 from stages.rewards import SampledGroup
 from stages.sampling import SampleWork, SamplingOptions, add_rollout, rollout_value
+from stages.state import Visible
 from stages.step_record import StepRecord
 from stages.update import adamw_stage, clip_stage, clip_value, merge_stage
 
@@ -78,6 +79,7 @@ class StepBuilder:
             estimator=self.space.estimator,
             chunk_tokens=choices["chunk_tokens"],
             branches_at_once=choices["branches_at_once"],
+            stored_inputs=choices["stored_inputs"],
             exact=self.settings.gradient == "exact",
             tied_head=run.tied,
         )

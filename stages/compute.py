@@ -26,8 +26,9 @@ from models.chunk import backward_chunk, forward_chunk
 from models.float64 import lifted_casts
 from models.geometry import StateLayout
 from stages import names
+from stages.kept import ChunkInputs, KeptInputs
 from stages.sampled import read_responses
-from stages.state import Column, PagedPrefix, read_cotangent, write_state
+from stages.state import Column, PagedPrefix, Visible, page_runs, read_cotangent, write_state
 from stages.tree import Batch, Chunk, Responses, Sampled
 
 
@@ -45,15 +46,17 @@ class ChunkWork:
     """One chunk with all that its forward and backward need.
 
     ``visible`` are the columns that it attends to, with the tokens visible in each; ``own`` are its node's columns
-    that its tokens lie in, empty where no later token sees its state. ``update`` is the prefix of the update it
-    belongs to. Where tokens are sampled, Values have room for the most there can be and the first of them are used.
+    that its tokens lie in, empty where no later token sees its state. ``kept`` is what its forward keeps for its
+    backward. ``update`` is the prefix of the update it belongs to. Where tokens are sampled, Values have room for the
+    most there can be and the first of them are used.
     """
 
     name: str
     update: str
     chunk: Chunk
-    visible: tuple[tuple[Column, int], ...]
+    visible: Visible
     own: tuple[Column, ...]
+    kept: KeptInputs | None
     layout: StateLayout
     head: HeadOptions
 
@@ -96,6 +99,7 @@ class ChunkWork:
                 prefix=PagedPrefix(context, self.visible),
                 keep_state=self._keeper(context) if self.own else None,
                 want_hidden=bool(self.max_rows),
+                inputs=self._inputs(context, batch),
             )
             if hidden is not None:
                 self._score(context, model, batch, hidden)
@@ -130,6 +134,7 @@ class ChunkWork:
                 prefix=PagedPrefix(context, self.visible),
                 state_cotangent=self._cotangents(context, batch) if self._has_cotangents else None,
                 head_backward=self._head_backward(context, model, batch) if self.max_rows else None,
+                inputs=self._inputs(context, batch),
             )
         model.accumulate_into({})
 
@@ -139,7 +144,7 @@ class ChunkWork:
             "tokens": [self._content(node.content) for node in self.chunk.nodes],
             "span": [self.chunk.start, self.chunk.stop],
             "position": self.chunk.first_position,
-            "visible": [tokens for _, tokens in self.visible],
+            "visible": page_runs(self.visible),
             "temperature": self.head.temperature,
             "head_rows": self.head.block_rows,
         }
@@ -153,6 +158,9 @@ class ChunkWork:
     @property
     def _has_cotangents(self) -> bool:
         return any(column.cotangent is not None for column in self.own)
+
+    def _inputs(self, context: StageContext, batch: Batch) -> ChunkInputs | None:
+        return None if self.kept is None else ChunkInputs(context, self.kept, num_tokens=batch.num_tokens)
 
     def _keeper(self, context: StageContext) -> Any:
         def keep(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:

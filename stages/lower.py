@@ -18,11 +18,10 @@ from models.geometry import Geometry, StateLayout
 from stages import names
 from stages.compute import ChunkWork, HeadOptions
 from stages.estimate import Estimator
+from stages.kept import kept_inputs
 from stages.sampled import VECTOR_TIERS
-from stages.state import Column, column_values, make_columns
+from stages.state import Column, Visible, column_values, make_columns, num_pages
 from stages.tree import Chunk, Node, chunks_of, waves_of
-
-Visible = tuple[tuple[Column, int], ...]
 
 
 @dataclass(kw_only=True)
@@ -41,6 +40,7 @@ class Lowering:
     estimator: Estimator
     chunk_tokens: int
     branches_at_once: int
+    stored_inputs: int
     exact: bool
     tied_head: bool
     works: list[ChunkWork] = field(default_factory=list)
@@ -73,12 +73,15 @@ class Lowering:
         for wave in self._waves(nodes):
             self.backward(wave, path + _all_of(columns))
         for chunk in reversed(chunks):
-            work = self._work(chunk, path, columns)
-            if work.max_rows or self._has_cotangents(nodes[0]):
-                self._backward_chunk(work)
+            if self._is_differentiated(chunk):
+                self._backward_chunk(self._work(chunk, path, columns))
 
     def _waves(self, nodes: tuple[Node, ...]) -> list[tuple[Node, ...]]:
         return waves_of(nodes[0].children, chunk_tokens=self.chunk_tokens, branches_at_once=self.branches_at_once)
+
+    def _is_differentiated(self, chunk: Chunk) -> bool:
+        """Whether a chunk has a backward."""
+        return bool(chunk.max_rows) or self._has_cotangents(chunk.nodes[0])
 
     def _has_cotangents(self, node: Node) -> bool:
         """Whether the loss reaches a node's state: always, except for the prompt when its gradient is stopped."""
@@ -100,12 +103,14 @@ class Lowering:
         own = tuple(column for column in columns if column.overlap(chunk.start, chunk.stop) is not None)
         last = chunk.nodes[-1].name.rsplit("/", 1)[-1] if len(chunk.nodes) > 1 else ""
         name = f"{chunk.nodes[0].name}{'-' + last if last else ''}/tokens{chunk.start}-{chunk.stop}"
+        level = self.stored_inputs if self._is_differentiated(chunk) else 0
         return ChunkWork(
             name=name,
             update=self.update,
             chunk=chunk,
             visible=(*path, *before),
             own=own,
+            kept=kept_inputs(name, chunk, self.sizes, self.layout, level=level),
             layout=self.layout,
             head=self.head,
         )
@@ -120,6 +125,10 @@ class Lowering:
         streams = [Stream(values=_states(work.visible))]
         if work.own:
             streams.append(Stream(values=tuple(column.state for column in work.own), updates=True, buffered=False))
+        if work.kept is not None:
+            for value in work.kept.values:
+                self.plan.value(value)
+            streams.append(work.kept.written())
         self._add(
             Stage(
                 name=f"{'score' if work.max_rows else 'prefill'} {work.name}",
@@ -146,6 +155,7 @@ class Lowering:
         streams = (
             Stream(values=states),
             Stream(values=cotangents, updates=True),
+            *(() if work.kept is None else work.kept.read()),
         )
         tied_head = self.tied_head and work.max_rows
         self._add(
@@ -173,7 +183,7 @@ class Lowering:
 
     def workspace_bytes(self, stage: Stage, work: ChunkWork) -> int:
         """Return the device bytes that a stage needs beyond its Values and buffers."""
-        longest = max((tokens for _, tokens in work.visible), default=0)
+        longest = max((min(tokens, column.page_tokens) for column, tokens in work.visible), default=0)
         shape = (
             stage.kind,
             len(work.chunk.nodes),
@@ -182,6 +192,7 @@ class Lowering:
             len(work.own),
             work.max_rows,
             self.head,
+            self.stored_inputs if work.kept is not None else 0,
         )
         return self.estimator.workspace_bytes(shape, stage, self.plan)
 
@@ -200,14 +211,23 @@ class Lowering:
 
     def _cost(self, work: ChunkWork, *, backward: bool) -> Cost:
         rows = len(work.chunk.nodes) * work.chunk.max_tokens
-        cost = self.sizes.backward_cost if backward else self.sizes.forward_cost
-        body = cost(
+        tokens, through_last = work.chunk.max_tokens, bool(work.max_rows)
+        prefix_tokens, pages = sum(tokens for _, tokens in work.visible), num_pages(work.visible)
+        head = self.sizes.head_cost(rows=work.max_rows, backward=backward, block_rows=self.head.block_rows)
+        if not backward:
+            return head + self.sizes.forward_cost(
+                rows=rows, tokens=tokens, prefix_tokens=prefix_tokens, pages=pages, through_last=through_last
+            )
+        forwards = 2 if work.kept is None else 1
+        return head + self.sizes.backward_cost(
             rows=rows,
-            tokens=work.chunk.max_tokens,
-            prefix_tokens=sum(tokens for _, tokens in work.visible),
-            pages=len(work.visible),
+            tokens=tokens,
+            prefix_tokens=prefix_tokens,
+            pages=pages,
+            through_last=through_last,
+            forwards=forwards,
+            attention_forwards=0 if work.kept is not None and work.kept.attention is not None else forwards,
         )
-        return body + self.sizes.head_cost(rows=work.max_rows, backward=backward)
 
 
 def _all_of(columns: Sequence[Column]) -> Visible:

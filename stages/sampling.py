@@ -35,7 +35,7 @@ from stages import names
 from stages.checks import check_count, check_seed
 from stages.estimate import Estimator
 from stages.sampled import VECTOR_TIERS
-from stages.state import Column, PagedPrefix
+from stages.state import PagedPrefix, Visible, num_pages, page_runs
 
 UNIFORM_BITS = 53
 # As many as a float64 holds exactly, so that every uniform number is one below 1.
@@ -112,7 +112,7 @@ class SampleWork:
     rollout: str
     opening_id: int
     first_position: int
-    visible: tuple[tuple[Column, int], ...]
+    visible: Visible
     responses: tuple[int, ...]
     step: int
     group: int
@@ -156,7 +156,7 @@ class SampleWork:
         return {
             "opening": self.opening_id,
             "position": self.first_position,
-            "visible": [tokens for _, tokens in self.visible],
+            "visible": page_runs(self.visible),
             "responses": list(self.responses),
             "step": self.step,
             "group": self.group,
@@ -182,7 +182,7 @@ class SampleWork:
                 branches=len(self.responses),
                 steps=self.options.max_response_tokens,
                 prefix_tokens=sum(tokens for _, tokens in self.visible),
-                pages=len(self.visible),
+                pages=num_pages(self.visible),
             ),
         )
 

@@ -73,7 +73,7 @@ class GrpoSettings:
         if self.checkpoint_every is not None:
             counts["checkpoint_every"] = self.checkpoint_every
         for name, value in {**self.fixed, **counts}.items():
-            check_count(name, value)
+            check_count(name, value, least=0 if name == "stored_inputs" else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ _RUN_NAMES = (
     "first_step", "epochs_per_step", "schedule", "warmup_updates",
     "optimizer_state", "save_optimizer", "checkpoint_every",
 )  # fmt: skip
-_CHOICE_NAMES = ("chunk_tokens", "branches_at_once", "head_rows")
+_CHOICE_NAMES = ("chunk_tokens", "branches_at_once", "head_rows", "stored_inputs")
 _OWN_NAMES = ("gradient", "temperature", "seed", "baseline", "page_tokens")
 
 
@@ -151,7 +151,8 @@ def step_settings(*, dtype: torch.dtype, **flat: Any) -> GrpoSettings:
     """Return the settings that plans spell as flat keyword arguments; a choice of None is left to the planner.
 
     Known names: those of `stages.losses.LossConfig`, learning_rate, weight_decay, max_grad_norm, those of
-    `GrpoSettings` that are plain numbers or names, and the choices chunk_tokens, branches_at_once and head_rows.
+    `GrpoSettings` that are plain numbers or names, and the choices chunk_tokens, branches_at_once, head_rows and
+    stored_inputs.
 
     Raises:
         UsageError: an unknown name, or a value out of its range.

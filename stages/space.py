@@ -1,8 +1,10 @@
 """The plans that one GRPO run could be: `GrpoSpace` is what the planner chooses from, and lowers a choice.
 
 Choices, all of which can be fixed by hand: ``chunk_tokens`` (what one stage evaluates), ``branches_at_once``
-(responses batched into one wave, also when they are sampled), ``head_rows`` (rows scored per block). Smaller ones
-need less workspace and more time. ``page_tokens`` is a constant of the plan. What a choice is made into is in
+(responses batched into one wave, also when they are sampled), ``head_rows`` (rows scored per block),
+``stored_inputs`` (how much a chunk's forward keeps for its backward, `stages.kept`). Smaller ones need less workspace
+and more time, but for the last: storing less takes more arithmetic and fewer bytes, though none fewer of the device.
+``page_tokens`` is a constant of the plan. What a choice is made into is in
 `stages.build`.
 """
 
@@ -23,6 +25,7 @@ from stages.advantages import GroupAdvantages, group_advantages
 from stages.build import RunBuilder
 from stages.estimate import Estimator
 from stages.groups import Group, Prompt, StepGroup, group_data
+from stages.kept import STORED_INPUTS_LADDER
 from stages.loss_stage import LossStage
 from stages.losses import LossConfig
 from stages.optimizer import OptimizerState
@@ -33,10 +36,20 @@ from stages.step_record import SampledSizes
 from stages.tree import Node, group_tree, sampled_tree
 
 SMALLEST_CHUNK_TOKENS = 64
-LARGEST_CHUNK_TOKENS = 1024
-# Below 64 tokens a chunk wastes arithmetic on any hardware; above 1,024 it buys next to no time.
+LARGEST_CHUNK_TOKENS = 8192
+# Below 64 tokens a chunk wastes arithmetic on any hardware; above 8,192 it buys next to no time: what it saves is the
+# merging of partial attention over pages of its own tokens, and matrices are large enough for any device long before.
 
 HEAD_ROWS_LADDER = (256, 64, 16)
+
+_LEVERS = {
+    "prefill": ("chunk_tokens", "stored_inputs"),
+    "sweep": ("chunk_tokens", "stored_inputs"),
+    "score": ("head_rows", "branches_at_once", "chunk_tokens", "stored_inputs"),
+    "replay": ("head_rows", "branches_at_once", "chunk_tokens", "stored_inputs"),
+    "rollout": ("branches_at_once", "head_rows"),
+}
+# What changes the bytes that a stage of a kind needs; other kinds are asked for all.
 
 
 @dataclass(kw_only=True)
@@ -224,6 +237,7 @@ class GrpoSpace:
             "chunk_tokens": tuple(c for c in chunks if c < 2 * longest or c == chunks[-1]),
             "branches_at_once": tuple(branches),
             "head_rows": tuple(r for r in HEAD_ROWS_LADDER if r < 4 * max(rows) or r == HEAD_ROWS_LADDER[-1]),
+            "stored_inputs": STORED_INPUTS_LADDER,
         }
         unknown = set(self.settings.fixed) - set(ladders)
         if unknown:
@@ -234,29 +248,23 @@ class GrpoSpace:
         return {key: ladder[0] for key, ladder in self.ladders.items()}
 
     def leanest(self) -> list[Choices]:
-        """Everything at its leanest, and longer chunks as far as they cut fewer responses.
+        """Everything at its leanest, longer chunks as far as they cut fewer responses, and inputs stored or not.
 
         Fewer branches, fewer rows and shorter chunks never need more, but for one case: a response that is cut has
-        state of its own between its parts.
+        state of its own between its parts. Stored inputs take the place of workspace, at the price of a buffer.
         """
         leanest = {key: ladder[-1] for key, ladder in self.ladders.items()}
         longest_leaf = max(responses for _, responses, _, _ in self._shapes)
         chunks = self.ladders["chunk_tokens"][::-1]
         kept = [tokens for shorter, tokens in pairwise(chunks) if longest_leaf > shorter]
-        return [{**leanest, "chunk_tokens": tokens} for tokens in (chunks[0], *kept)]
+        return [
+            {**leanest, "chunk_tokens": tokens, "stored_inputs": stored}
+            for tokens in (chunks[0], *kept)
+            for stored in self.ladders["stored_inputs"]
+        ]
 
-    def leaner(self, choices: Choices, binding_stage: Stage) -> Choices | None:
-        order = ["head_rows", "branches_at_once", "chunk_tokens"]
-        if binding_stage.kind in ("prefill", "sweep"):
-            order.reverse()
-        if binding_stage.kind == "rollout":  # the branches' own tokens are most of what it needs
-            order = ["branches_at_once", "head_rows", "chunk_tokens"]
-        for key in order:
-            ladder = self.ladders[key]
-            position = ladder.index(choices[key])
-            if position + 1 < len(ladder):
-                return {**choices, key: ladder[position + 1]}
-        return None
+    def levers(self, stage: Stage) -> tuple[str, ...]:
+        return _LEVERS.get(stage.kind, tuple(self.ladders))
 
     def lower(self, choices: Choices) -> Plan:
         return self._build(choices, range(len(self.steps)))

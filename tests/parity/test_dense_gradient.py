@@ -57,6 +57,7 @@ class Case:
     chunk_tokens: int = 6
     branches_at_once: int = 2
     head_rows: int = 5
+    stored_inputs: int = 2
     page_tokens: int = 8
     within: str = "unlimited"  # host, disk: exactly the smallest device bytes; half
     layers: int = 2
@@ -112,6 +113,7 @@ def space_of(case: Case, policy: Path, groups: Sequence[Group], gradient: Any = 
         "chunk_tokens": case.chunk_tokens,
         "branches_at_once": case.branches_at_once,
         "head_rows": case.head_rows,
+        "stored_inputs": case.stored_inputs,
     }
     step = GrpoSettings(
         gradient=gradient,
@@ -208,6 +210,7 @@ def cases(draw: st.DrawFn) -> Case:
         chunk_tokens=draw(chunk),
         branches_at_once=draw(st.integers(1, 4)),
         head_rows=draw(st.sampled_from([1, 3, 16])),
+        stored_inputs=draw(st.sampled_from([0, 1, 2])),
         page_tokens=draw(st.sampled_from([1, 4, 7, 16])),
         within=draw(st.sampled_from(["unlimited", "half", "host", "disk"])),
         layers=draw(st.sampled_from([1, 2, 2, 3])),

@@ -21,7 +21,7 @@ from engine.budget import Budget, Tier
 from engine.hardware import PROFILES
 from engine.plan import Plan
 from engine.schedule import device_floor, make_schedule, staging_need
-from stages import AdamWOptions, Group, GrpoSettings, GrpoSpace, LossConfig, loss_stage, names
+from stages import AdamWOptions, Group, GrpoSettings, GrpoSpace, LossConfig, loss_stage, names, state
 from stages.audit import max_rel_err
 from stages.losses import evaluate_loss
 from tests.helpers import (
@@ -88,6 +88,51 @@ def test_the_tier_that_pages_live_on_changes_no_bit_of_gradient_and_checkpoint(
         assert same_bits(checkpoint_tensors(done[name].checkpoint), checkpoint_tensors(done["device"].checkpoint))
         for key in ("loss", "grad_norm", "metrics"):
             assert done[name].outcome.results[key] == done["device"].outcome.results[key]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("within", ["device", "disk"])
+def test_what_is_kept_for_the_backward_changes_no_bit_of_the_gradient(
+    within: str, dtype: torch.dtype, policy: Path, tmp_path: Path
+) -> None:
+    found = []
+    for stored in (0, 1, 2):
+        fixed = {**CHOICES, "stored_inputs": stored}
+        space = step_space(policy, [random_group(1, 30, [14, 5, 9, 1])], settings_of(dtype, fixed=fixed))
+        plan = space.lower(space.first())
+        found.append(run_plan(plan, tmp_path / str(stored), budgets_of(plan)[within]))
+    for done in found[1:]:
+        assert same_bits(done.gradients, found[0].gradients)
+        assert done.outcome.results["metrics"] == found[0].outcome.results["metrics"]
+
+
+def test_storing_more_takes_less_time_and_no_more_workspace() -> None:
+    config, group = tiny_config("llama", num_hidden_layers=4), random_group(1, 64, [14, 5, 9])
+    workspace_bytes, seconds = [], []
+    for stored in (0, 1, 2):
+        chosen = {**CHOICES, "stored_inputs": stored}
+        stages = step_space(config, [group], settings_of(fixed=chosen)).lower(chosen).stages.values()
+        workspace_bytes.append({stage.kind: stage.workspace_bytes for stage in stages})
+        profile = PROFILES["cpu"]
+        seconds.append(sum(profile.seconds(stage.cost) for stage in stages))
+    none, inputs, attention = workspace_bytes
+    assert inputs["sweep"] < none["sweep"]
+    assert attention["prefill"] == inputs["prefill"] == none["prefill"]
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+@pytest.mark.parametrize("within", ["device", "disk"])
+def test_how_many_pages_a_column_has_changes_no_bit_of_the_gradient(
+    within: str, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for most in (256, 3, 1):
+        monkeypatch.setattr(state, "MOST_COLUMNS", most)
+        space = step_space(policy, [random_group(1, 71, [14, 25])], settings_of())
+        plan = space.lower(space.first())
+        found.append((len(plan.values), run_plan(plan, tmp_path / str(most), budgets_of(plan)[within]).gradients))
+    assert found[0][0] > found[1][0] > found[2][0]
+    assert all(same_bits(gradients, found[0][1]) for _, gradients in found)
 
 
 @pytest.mark.parametrize("room", [0, 1091, 5000])
@@ -296,6 +341,7 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
                 "chunk_tokens": draw(st.sampled_from([1, 5, 8, 64])),
                 "branches_at_once": draw(st.integers(1, 4)),
                 "head_rows": draw(st.sampled_from([1, 4, 64])),
+                "stored_inputs": draw(st.sampled_from([0, 1, 2])),
             },
         },
     }
