@@ -54,7 +54,7 @@ _SMALL_BYTES, _LARGE_BYTES = MIB // 16, 2 * MIB
 _NUM_PIECES = 24
 _ROOMY = Budget(device_bytes=UNLIMITED_BYTES, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
 _LEAST_PART = 0.1
-# Of a large piece's time that its bytes take, whatever was measured.
+# Of a time that each of its two parts takes at least, whatever was measured.
 _LEAST_S = 1e-9
 # Of a difference between two measurements that should be positive.
 
@@ -172,6 +172,11 @@ def _line(small_s: float, large_s: float) -> tuple[float, float]:
     return 1.0 / byte_s, max(0.0, small_s - _SMALL_BYTES * byte_s)
 
 
+def _beyond(whole_s: float, link_s: float) -> float:
+    """Return what the disk takes of a piece's way, which crosses the link as well, if it can be told apart."""
+    return max(whole_s - link_s, _LEAST_PART * whole_s)
+
+
 def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int) -> HardwareProfile:
     """Return ``known`` with measured transfers."""
     sizes = (_SMALL_BYTES, _LARGE_BYTES)
@@ -180,9 +185,8 @@ def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int) -> Har
     disks = [_Bench(Tier.DISK, nbytes, folder / f"disk{nbytes}", rounds) for nbytes in sizes]
     read = [disk.seconds(_read) for disk in disks]
     write = [disk.seconds(_change) - seconds for disk, seconds in zip(disks, read, strict=True)]
-    # A piece on disk crosses the link as well, so what the link takes is no part of the disk's own time.
-    disk_read, read_s = _line(*(max(_LEAST_S, whole - part) for whole, part in zip(read, host, strict=True)))
-    disk_write, write_s = _line(*(max(_LEAST_S, whole - part) for whole, part in zip(write, host, strict=True)))
+    disk_read, read_s = _line(*map(_beyond, read, host))
+    disk_write, write_s = _line(*map(_beyond, write, host))
     return replace(
         known,
         host_link_bytes_per_s=link_bytes_per_s,

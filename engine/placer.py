@@ -208,7 +208,7 @@ class Placer:
             yield Placement(slots=1, stays=frozenset(self.needs.movable))
             if not self.needs.outside_buffer_bytes.any():
                 return
-        for slots in (2, 1):
+        for slots in (2, 1) if self.profile.overlap else (1,):  # where two hide nothing, a thread is only a burden
             if (chain := self._chain(device_bytes, slots)) is not None:
                 yield chain
         if len(self.units) <= MOST_UNITS:
@@ -248,7 +248,8 @@ class Placer:
     def _packing(self, device_bytes: int, *, by_time: bool) -> Placement:
         """Return a packing; ``by_time`` ranks units by bytes times stages instead of by bytes."""
         needs = self.needs
-        slots = 2 if int(needs.least_bytes(2).max(initial=0)) <= device_bytes else 1
+        two_fit = int(needs.least_bytes(2).max(initial=0)) <= device_bytes
+        slots = 2 if two_fit and self.profile.overlap else 1
         free = device_bytes - needs.least_bytes(slots)
         stays: set[int] = set()
         kept: set[tuple[int, int]] = set()

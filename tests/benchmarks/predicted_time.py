@@ -29,10 +29,13 @@ from engine.planner import Forecast, forecast
 from engine.report import table
 from engine.runtime import execute, new_recording
 from engine.trace import Recording
+from engine.units import MIB
 
 ROOM = Budget(device_bytes=UNLIMITED_BYTES, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
 SPARE = 1.05
 # A tight device budget in units of the smallest: enough for two buffers a stream.
+STAGING_BYTES = MIB
+# What the host holds where everything rests on disk: the buffer between disk and device.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +83,9 @@ def plan_within(case: Case, profile: HardwareProfile) -> Forecast:
     roomy = forecast(plan, ROOM, profile)
     if case.pages == "device":
         return roomy
-    fixed = find_plan(case.plan).plan(case.settings)
     device_bytes = int(SPARE * roomy.smallest_device_bytes)
-    host_bytes = UNLIMITED_BYTES if case.pages == "host" else 0
-    return forecast(fixed, replace(ROOM, device_bytes=device_bytes, host_bytes=host_bytes), profile)
+    host_bytes = UNLIMITED_BYTES if case.pages == "host" else STAGING_BYTES
+    return forecast(plan, replace(ROOM, device_bytes=device_bytes, host_bytes=host_bytes), profile)
 
 
 def seconds_after_load(recording: Recording) -> float:
