@@ -30,8 +30,8 @@ from engine.store import Store
 from engine.units import KIB
 from engine.worker import TorchMachine
 
-SIDE = 512
-# Of the matrices: one product takes a few milliseconds on one core.
+SIDE = 192
+# Of the matrices: one product takes a fraction of a millisecond on one core, less than a piece takes to travel.
 
 
 @dataclass(frozen=True, kw_only=True)
