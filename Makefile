@@ -29,8 +29,8 @@ test: $(INSTALLED)  ## all tests but the slow ones; those that need a GPU skip t
 test-all: $(INSTALLED)  ## every test
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-bench: $(INSTALLED)  ## one step against dense autograd: device bytes and time (minutes)
-	$(BIN)/python tests/benchmarks/step_against_dense.py
+bench: $(INSTALLED)  ## one step against dense autograd and one packed sequence: bytes and time (half an hour)
+	$(BIN)/python -m tests.benchmarks.step_against_alternatives
 
 docs: $(INSTALLED)  ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build -W -n --keep-going -d docs/_build/doctrees docs docs/_build/html
