@@ -20,6 +20,7 @@ import torch
 
 from engine.context import StageContext
 from engine.plan import TensorSpec, Value, ValueKind
+from engine.streams import Place
 from models.geometry import StateLayout
 
 MOST_COLUMNS = 256
@@ -125,18 +126,31 @@ class PagedPrefix:
             for column, tokens in visible
             for page, _, high, _ in column.pages_of(column.first, column.first + tokens)
         ]
+        self._states = [column.state for column, _, _ in self._pages]
+        self._cotangents = [column.cotangent for column, _, _ in self._pages]
         self.token_counts = tuple(tokens for _, _, tokens in self._pages)
 
     def page(self, layer: int, index: int) -> torch.Tensor:
         """Return keys and values ``[2, K, T, D]`` of the visible tokens of a page."""
         column, page, tokens = self._pages[index]
-        return self._context.piece(column.state, layer * column.pages + page)[:, :, :tokens]
+        then = self._next(layer, index, self._states)
+        return self._context.piece(column.state, layer * column.pages + page, then)[:, :, :tokens]
 
     def add_cotangent(self, layer: int, index: int, d_key: torch.Tensor, d_value: torch.Tensor) -> None:
         """Add ``[1, K, T, D]`` each to the page's cotangent, if it has one."""
         column, page, _ = self._pages[index]
         if column.cotangent is not None:
-            self._context.add_rows(column.cotangent, layer * column.pages + page, 0, (d_key[0], d_value[0]))
+            then = self._next(layer, index, self._cotangents)
+            piece = layer * column.pages + page
+            self._context.add_rows(column.cotangent, piece, 0, (d_key[0], d_value[0]), then)
+
+    def _next(self, layer: int, index: int, names: Sequence[str | None]) -> Place | None:
+        """Return where the next page of a layer lies: attention goes through them in this order, layer by layer."""
+        if index + 1 == len(self._pages):
+            return None
+        column, page, _ = self._pages[index + 1]
+        name = names[index + 1]
+        return None if name is None else (name, layer * column.pages + page)
 
 
 def write_state(
