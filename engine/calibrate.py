@@ -29,10 +29,15 @@ from engine.hardware import PROFILES, HardwareProfile
 from engine.memory import LiveBytes, release_freed_memory
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.planner import forecast
-from engine.runtime import execute, new_recording
+from engine.runtime import execute
 from engine.store import Store
+from engine.trace import MEASURED as MEASURED_TIMES
+from engine.trace import Recording
 from engine.units import MIB
 from engine.worker import TorchMachine
+
+Clock = Callable[[], float]
+"""Returns seconds since some moment."""
 
 PLAN = "calibration"
 """The shipped plan that is measured."""
@@ -82,25 +87,30 @@ class Calibration:
 
 
 def calibrate(
-    name: str, plans: Iterable[Callable[[], Plan]], *, rounds: int = ROUNDS, tell: Callable[[str], None] = print
+    name: str,
+    plans: Iterable[Callable[[], Plan]],
+    *,
+    rounds: int = ROUNDS,
+    tell: Callable[[str], None] = print,
+    clock: Clock = time.perf_counter,
 ) -> Calibration:
     """Measure this machine with ``plans``, each executed ``rounds`` times, and return its profile.
 
-    ``tell`` is told what is being measured.
+    ``tell`` is told what is being measured, ``clock`` asked for the seconds.
     """
     release_freed_memory()
     with tempfile.TemporaryDirectory(prefix="longstraw-calibrate-") as folder:
         tell("measuring transfers")
-        known = _measure_transfers(replace(PROFILES["cpu"], name=name), Path(folder), rounds)
+        known = _measure_transfers(replace(PROFILES["cpu"], name=name), Path(folder), rounds, clock)
         observations: list[Observation] = []
         for index, make in enumerate(plans):
             tell(f"measuring stages of plan {index + 1}")
-            observations += observe(make(), Path(folder) / f"plan{index}", rounds)
+            observations += observe(make(), Path(folder) / f"plan{index}", rounds, clock)
     profile = fit_profile(name, observations, known)
     return Calibration(profile=profile, observations=tuple(observations))
 
 
-def observe(plan: Plan, folder: Path, rounds: int) -> list[Observation]:
+def observe(plan: Plan, folder: Path, rounds: int, clock: Clock) -> list[Observation]:
     """Execute a plan ``rounds`` times in new folders and return its stages but those that make what they write.
 
     Those load weights and write files, at rates that are no price of work.
@@ -108,7 +118,7 @@ def observe(plan: Plan, folder: Path, rounds: int) -> list[Observation]:
     planned = forecast(plan, _ROOMY, PROFILES["cpu"])
     fastest: dict[str, float] = {}
     for number in range(rounds):
-        recording = new_recording(planned)
+        recording = Recording(planned.plan, planned.budget, process=MEASURED_TIMES, clock=clock)
         execute(planned, folder / f"run{number}", recording=recording)
         for name, span in recording.stages().items():
             fastest[name] = min(span.seconds, fastest.get(name, span.seconds))
@@ -141,9 +151,9 @@ def _change(context: Any) -> None:
 class _Bench:
     """A machine with pieces on one tier, written once; ``seconds`` runs a stage over them."""
 
-    def __init__(self, tier: Tier, nbytes: int, folder: Path, rounds: int) -> None:
+    def __init__(self, tier: Tier, nbytes: int, folder: Path, rounds: int, clock: Clock) -> None:
         value = _pieces(tier, nbytes)
-        self._plan, self._rounds = Plan(name="transfers"), rounds
+        self._plan, self._rounds, self._clock = Plan(name="transfers"), rounds, clock
         self._plan.value(value)
         store = Store.create(folder) if tier is Tier.DISK else None
         self._machine = TorchMachine(self._plan, meter=LiveBytes(), store=store, directory=None)
@@ -159,10 +169,10 @@ class _Bench:
         """Return the shortest time of ``run`` a piece."""
         taken = []
         for _ in range(self._rounds):
-            started_s = time.perf_counter()
+            started_s = self._clock()
             with self._machine.meter:
                 self._machine.run(self._stage(run), slots)
-            taken.append(time.perf_counter() - started_s)
+            taken.append(self._clock() - started_s)
         return min(taken) / _NUM_PIECES
 
 
@@ -177,12 +187,12 @@ def _beyond(whole_s: float, link_s: float) -> float:
     return max(whole_s - link_s, _LEAST_PART * whole_s)
 
 
-def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int) -> HardwareProfile:
+def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int, clock: Clock) -> HardwareProfile:
     """Return ``known`` with measured transfers."""
     sizes = (_SMALL_BYTES, _LARGE_BYTES)
-    host = [_Bench(Tier.HOST, nbytes, folder / "unused", rounds).seconds(_read) for nbytes in sizes]
+    host = [_Bench(Tier.HOST, nbytes, folder / "unused", rounds, clock).seconds(_read) for nbytes in sizes]
     link_bytes_per_s, copy_s = _line(*host)
-    disks = [_Bench(Tier.DISK, nbytes, folder / f"disk{nbytes}", rounds) for nbytes in sizes]
+    disks = [_Bench(Tier.DISK, nbytes, folder / f"disk{nbytes}", rounds, clock) for nbytes in sizes]
     read = [disk.seconds(_read) for disk in disks]
     write = [disk.seconds(_change) - seconds for disk, seconds in zip(disks, read, strict=True)]
     disk_read, read_s = _line(*map(_beyond, read, host))

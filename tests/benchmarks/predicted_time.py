@@ -5,7 +5,8 @@
 Without ``--calibration`` the machine is calibrated first. Every plan is executed ``--rounds`` times, and the fastest
 run counts, from the end of the load stage to the end of the last one: how long weights take to load depends on whether
 they are in the operating system's cache. Run it on an idle machine: with fewer cores than threads every figure is
-several times too long.
+several times too long. On a busy one, ``--processor-time`` with OMP_NUM_THREADS=1 says whether work is priced right:
+one thread's processor time is what it would take alone, but for waiting (for the disk, or for another thread).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,12 +24,13 @@ from pathlib import Path
 import torch
 
 from engine.budget import UNLIMITED_BYTES, Budget
-from engine.calibrate import MEASURED, PLAN, calibrate
+from engine.calibrate import MEASURED, PLAN, Clock, calibrate
 from engine.hardware import HardwareProfile, load_profile
 from engine.loader import find_plan
 from engine.planner import Forecast, forecast
 from engine.report import table
-from engine.runtime import execute, new_recording
+from engine.runtime import execute
+from engine.trace import MEASURED as MEASURED_TIMES
 from engine.trace import Recording
 from engine.units import MIB
 
@@ -94,22 +97,22 @@ def seconds_after_load(recording: Recording) -> float:
     return max(span.end_s for span in recording.spans) - loaded_s
 
 
-def measure(planned: Forecast, rounds: int) -> float:
+def measure(planned: Forecast, rounds: int, clock: Clock) -> float:
     """Return the time of the fastest of several runs."""
     taken = []
     for _ in range(rounds):
-        recording = new_recording(planned)
+        recording = Recording(planned.plan, planned.budget, process=MEASURED_TIMES, clock=clock)
         with tempfile.TemporaryDirectory(prefix="longstraw-bench-") as folder:
             execute(planned, Path(folder) / "run", recording=recording)
         taken.append(seconds_after_load(recording))
     return min(taken)
 
 
-def calibrated() -> HardwareProfile:
+def calibrated(clock: Clock) -> HardwareProfile:
     """Return the profile of this machine, measured now."""
     file = find_plan(PLAN)
     plans = [partial(file.plan, settings) for settings in MEASURED]
-    found = calibrate("here", plans, tell=lambda text: print(text, file=sys.stderr))
+    found = calibrate("here", plans, tell=lambda text: print(text, file=sys.stderr), clock=clock)
     print(found.describe(), file=sys.stderr)
     return found.profile
 
@@ -120,20 +123,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--calibration", metavar="FILE.json", help="a profile that engine calibrate wrote")
     parser.add_argument("--only", metavar="WORD", default="", help="only plans with this word in their name")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="how often each plan is executed")
+    parser.add_argument("--processor-time", action="store_true", help="measure processor time; see above")
     options = parser.parse_args(arguments)
-    profile = load_profile(options.calibration) if options.calibration else calibrated()
+    clock = time.process_time if options.processor_time else time.perf_counter
+    profile = load_profile(options.calibration) if options.calibration else calibrated(clock)
     rows, off = [], []
     for case in CASES:
         if options.only in f"{case.name} {case.pages}":
             planned = plan_within(case, profile)
             simulated_s = seconds_after_load(planned.recording)
-            measured_s = measure(planned, options.rounds)
+            measured_s = measure(planned, options.rounds, clock)
             off.append(abs(simulated_s / measured_s - 1.0))
             rows.append(
                 [case.name, case.pages, f"{simulated_s:.2f}", f"{measured_s:.2f}", f"{simulated_s / measured_s:.2f}"]
             )
             print(*rows[-1], sep="  ", file=sys.stderr)
-    print(f"{torch.get_num_threads()} threads, profile {profile.name}\n")
+    print(f"{torch.get_num_threads()} threads, profile {profile.name}, {clock.__name__}\n")
     print(table(["plan", "rest on", "simulated s", "measured s", "ratio"], rows, text=(0, 1)))
     print(f"\nworst {100 * max(off):.0f} %, median {100 * statistics.median(off):.0f} %")
 
