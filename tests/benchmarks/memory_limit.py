@@ -1,9 +1,9 @@
-"""A process held to a limit of memory from outside.
+"""A process held to a limit of memory from outside, in two ways at once.
 
-The kernel does it where it can: a control group of memory (version 2 or 1) within the caller's own, whose limit counts
-the process's resident memory and the file pages that it brought in, which the kernel gives up first. A process that
-needs more is killed. Where no such group can be made, a watcher reads the resident set from ``/proc`` every 20 ms and
-kills the process itself; that one can be outrun for moments. `Ended` says which of them it was.
+The kernel holds it where it can: a control group of memory (version 2 or 1) within the caller's own. That one can't be
+outrun, but it does not count file pages that somebody else brought into memory before, such as mapped weights. So a
+watcher reads the resident set, mapped files included, from ``/proc`` every 20 ms and kills a process that has passed
+the limit. `Ended` says whether there was a group.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def run_limited(command: Sequence[str], limit_bytes: int) -> Ended:
         # The shell joins the group and becomes the command, so that not a byte of it is outside.
         joined = ["sh", "-c", f'echo $$ > {group.folder}/cgroup.procs; exec "$@"', "sh"] if group else []
         child = subprocess.Popen([*joined, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        rss_bytes = _watch(child, None if group else limit_bytes)
+        rss_bytes = _watch(child, limit_bytes)
         output, errors = child.communicate()
     return Ended(
-        held_by="control group" if group else "watcher",
+        held_by="control group and a watcher" if group else "watcher",
         killed=child.returncode == -signal.SIGKILL,
         return_code=child.returncode,
         rss_bytes=rss_bytes,
@@ -114,15 +114,15 @@ def _remove(folder: Path) -> None:
         time.sleep(WATCH_S)
 
 
-def _watch(child: subprocess.Popen[str], limit_bytes: int | None) -> int:
-    """Wait for the end of a process and return its largest resident set; kill it if it passes a limit."""
+def _watch(child: subprocess.Popen[str], limit_bytes: int) -> int:
+    """Wait for the end of a process and return its largest resident set; kill it if that passes the limit."""
     largest_bytes = 0
     while child.poll() is None:
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{child.pid}/status").read_text()
             if found := re.search(r"VmHWM:\s+(\d+) kB", status):
                 largest_bytes = max(largest_bytes, int(found.group(1)) * KIB)
-        if limit_bytes is not None and largest_bytes > limit_bytes:
+        if largest_bytes > limit_bytes:
             child.kill()
         time.sleep(WATCH_S)
     return largest_bytes
