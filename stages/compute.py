@@ -15,6 +15,7 @@ sweep      backward   yes                         no
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,7 +154,8 @@ class ChunkWork:
         if isinstance(content, Sampled):
             return [content.response, content.opening_id, content.max_tokens]
         inputs = content.inputs[self.chunk.start : self.chunk.stop]
-        return [digest(inputs), digest([list(content.rows), list(content.targets)])]
+        scored = slice(*(bisect_left(content.rows, edge) for edge in (self.chunk.start, self.chunk.stop)))
+        return [digest(inputs), digest([list(content.rows[scored]), list(content.targets[scored])])]
 
     @property
     def _has_cotangents(self) -> bool:

@@ -20,7 +20,7 @@ from stages.compute import ChunkWork, HeadOptions
 from stages.estimate import Estimator
 from stages.kept import kept_inputs
 from stages.sampled import VECTOR_TIERS
-from stages.state import Column, Visible, column_values, make_columns, num_pages
+from stages.state import Column, Visible, before, between, column_values, make_columns, num_pages, whole
 from stages.tree import Chunk, Node, chunks_of, waves_of
 
 
@@ -45,7 +45,7 @@ class Lowering:
     tied_head: bool
     works: list[ChunkWork] = field(default_factory=list)
     sampled: list[tuple[Stage, ChunkWork]] = field(default_factory=list)
-    _columns: dict[str, tuple[Column, ...]] = field(default_factory=dict)
+    _states: dict[str, Visible] = field(default_factory=dict)
     _prompts: set[str] = field(default_factory=set)
 
     def forward_prompt(self, tree: Node) -> Visible:
@@ -61,20 +61,20 @@ class Lowering:
     def _forward_own(self, nodes: tuple[Node, ...], path: Visible) -> Visible:
         """Add the forward stages of a node (or of a wave of sibling leaves); return its own state."""
         chunks = chunks_of(nodes, self.chunk_tokens)
-        columns = self._declare_columns(nodes, chunks)
+        state = self._states[nodes[0].name] = whole(self._declare_columns(nodes, chunks))
         for chunk in chunks:
-            self._forward_chunk(self._work(chunk, path, columns))
-        return _all_of(columns)
+            self._forward_chunk(self._work(chunk, path, state))
+        return state
 
     def backward(self, nodes: tuple[Node, ...], path: Visible = ()) -> None:
         """Add the backward stages of everything below a node, then of its own chunks from last to first."""
         chunks = chunks_of(nodes, self.chunk_tokens)
-        columns = self._columns[nodes[0].name]
+        state = self._states[nodes[0].name]
         for wave in self._waves(nodes):
-            self.backward(wave, path + _all_of(columns))
+            self.backward(wave, path + state)
         for chunk in reversed(chunks):
             if self._is_differentiated(chunk):
-                self._backward_chunk(self._work(chunk, path, columns))
+                self._backward_chunk(self._work(chunk, path, state))
 
     def _waves(self, nodes: tuple[Node, ...]) -> list[tuple[Node, ...]]:
         return waves_of(nodes[0].children, chunk_tokens=self.chunk_tokens, branches_at_once=self.branches_at_once)
@@ -95,12 +95,9 @@ class Lowering:
         for column in columns:
             for value in column_values(column, self.layout):
                 self.plan.value(value)
-        self._columns[node.name] = columns
         return columns
 
-    def _work(self, chunk: Chunk, path: Visible, columns: tuple[Column, ...]) -> ChunkWork:
-        before = [(column, part[1]) for column in columns if (part := column.overlap(0, chunk.start)) is not None]
-        own = tuple(column for column in columns if column.overlap(chunk.start, chunk.stop) is not None)
+    def _work(self, chunk: Chunk, path: Visible, state: Visible) -> ChunkWork:
         last = chunk.nodes[-1].name.rsplit("/", 1)[-1] if len(chunk.nodes) > 1 else ""
         name = f"{chunk.nodes[0].name}{'-' + last if last else ''}/tokens{chunk.start}-{chunk.stop}"
         level = self.stored_inputs if self._is_differentiated(chunk) else 0
@@ -108,8 +105,8 @@ class Lowering:
             name=name,
             update=self.update,
             chunk=chunk,
-            visible=(*path, *before),
-            own=own,
+            visible=path + before(state, chunk.start),
+            own=between(state, chunk.start, chunk.stop),
             kept=kept_inputs(name, chunk, self.sizes, self.layout, level=level),
             layout=self.layout,
             head=self.head,
@@ -122,7 +119,7 @@ class Lowering:
             writes = (names.scores(work.name),)
             for name in (names.scores(work.name), names.derivatives(work.name)):
                 self.plan.value(Value(name=name, tensors=work.score_tensors, tiers=VECTOR_TIERS))
-        streams = [Stream(values=_states(work.visible))]
+        streams = [Stream(values=_names_of(work.visible))]
         if work.own:
             streams.append(Stream(values=tuple(column.state for column in work.own), updates=True, buffered=False))
         if work.kept is not None:
@@ -144,7 +141,7 @@ class Lowering:
         )
 
     def _backward_chunk(self, work: ChunkWork) -> None:
-        states = _states(work.visible)
+        states = _names_of(work.visible)
         cotangents = tuple(
             dict.fromkeys(
                 column.cotangent
@@ -212,7 +209,7 @@ class Lowering:
     def _cost(self, work: ChunkWork, *, backward: bool) -> Cost:
         rows = len(work.chunk.nodes) * work.chunk.max_tokens
         tokens, through_last = work.chunk.max_tokens, bool(work.max_rows)
-        prefix_tokens, pages = sum(tokens for _, tokens in work.visible), num_pages(work.visible)
+        prefix_tokens, pages = work.chunk.first_position, num_pages(work.visible)
         head = self.sizes.head_cost(rows=work.max_rows, backward=backward, block_rows=self.head.block_rows)
         if not backward:
             return head + self.sizes.forward_cost(
@@ -230,9 +227,5 @@ class Lowering:
         )
 
 
-def _all_of(columns: Sequence[Column]) -> Visible:
-    return tuple((column, column.tokens) for column in columns)
-
-
-def _states(visible: Visible) -> tuple[str, ...]:
+def _names_of(visible: Visible) -> tuple[str, ...]:
     return tuple(column.state for column, _ in visible)

@@ -13,6 +13,7 @@ What a chunk's forward keeps for its backward is in `stages.kept`.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -98,6 +99,31 @@ def column_values(column: Column, layout: StateLayout) -> list[Value]:
         for name, dtype in named
         if name is not None
     ]
+
+
+def whole(columns: Sequence[Column]) -> Visible:
+    """Return columns with all of their tokens visible."""
+    return tuple((column, column.tokens) for column in columns)
+
+
+def before(node: Visible, stop: int) -> Visible:
+    """Return what of a whole node's columns lies before its token ``stop``."""
+    end = bisect_left(node, stop, key=_first)
+    if not end:
+        return ()
+    column, tokens = node[end - 1]
+    return (*node[: end - 1], (column, min(tokens, stop - column.first)))
+
+
+def between(node: Visible, start: int, stop: int) -> tuple[Column, ...]:
+    """Return those of a whole node's columns that tokens ``start`` to ``stop`` lie in."""
+    low = max(0, bisect_right(node, start, key=_first) - 1)
+    found = (column for column, _ in node[low : bisect_left(node, stop, key=_first)])
+    return tuple(column for column in found if column.overlap(start, stop) is not None)
+
+
+def _first(item: tuple[Column, int]) -> int:
+    return item[0].first
 
 
 def num_pages(visible: Visible) -> int:

@@ -15,6 +15,7 @@ the step in canonical order: a scored row is known by its response's number in t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,10 @@ from stages.groups import Group
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Ids that a node evaluates; ``rows`` are the indices into them that are scored, ``targets`` what they predict."""
+    """Ids that a node evaluates; ``rows`` are the indices into them that are scored, ascending.
+
+    ``targets`` are what the rows predict.
+    """
 
     inputs: tuple[int, ...]
     rows: tuple[int, ...] = ()
@@ -71,7 +75,7 @@ class Node:
         """Return the number of scored rows among inputs ``start`` to ``stop``, at most."""
         if isinstance(self.content, Sampled):
             return min(stop, self.max_inputs) - start
-        return sum(start <= row < stop for row in self.content.rows)
+        return bisect_left(self.content.rows, stop) - bisect_left(self.content.rows, start)
 
     def resolve(self, responses: Responses) -> Tokens:
         """Return the node's tokens, looked up among sampled ``responses`` where they were not known before."""

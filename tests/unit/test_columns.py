@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.geometry import StateLayout
-from stages.state import MOST_COLUMNS, Column, column_values, make_columns, num_pages, page_runs
+from stages.state import (
+    MOST_COLUMNS,
+    Column,
+    before,
+    between,
+    column_values,
+    make_columns,
+    num_pages,
+    page_runs,
+    whole,
+)
 
 
 def layout(page_tokens: int) -> StateLayout:
@@ -62,3 +72,16 @@ def test_visible_tokens_are_described_by_runs_of_pages_however_columns_are_cut()
     part = (*visible[:2], (columns[2], 5))
     assert page_runs(part) == [[4, columns[2].first + 5]]
     assert num_pages(part) == 2 * columns[0].pages + 2
+
+
+@given(st.integers(1, 3000), st.integers(1, 5), st.data())
+def test_what_lies_before_a_chunk_and_within_it_is_what_its_columns_overlap(
+    tokens: int, page_tokens: int, data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, tokens - 1))
+    stop = data.draw(st.integers(start + 1, tokens + 9))
+    columns = columns_of(tokens, page_tokens)
+    seen = [(column, part[1]) for column in columns if (part := column.overlap(0, start)) is not None]
+    assert before(whole(columns), start) == tuple(seen)
+    assert between(whole(columns), start, stop) == tuple(c for c in columns if c.overlap(start, stop) is not None)
+    assert between(whole(columns), tokens, tokens + 1) == ()
