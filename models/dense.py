@@ -13,6 +13,7 @@ by token, it hands over their own earlier keys and values too.
 
 Gradients: parameters' gradients are added to accumulators as soon as autograd has each (one parameter's gradient at a
 time is alive), the embedding's row by row for the rows used, in the order of their ids.
+Where few ids are in use, its accumulator has a row for each of those only.
 
 Shapes: B branches, S tokens, C hidden size, K key/value heads, D head dimension.
 """
@@ -75,7 +76,8 @@ class DenseModel:
     """A loaded decoder as the phases that stages are made of.
 
     ``gradients`` maps a gradient's name to its accumulator and is set by `accumulate_into`; names are those of
-    ``named_parameters()``, plus `HEAD_GRADIENT` for the head's own share of a tied embedding.
+    ``named_parameters()``, plus `HEAD_GRADIENT` for the head's own share of a tied embedding. With ``lookup_ids``
+    (ascending, int64), `EMBEDDING_GRADIENT` has a row for each of them instead of one for every word.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -85,6 +87,7 @@ class DenseModel:
         self.dtype: torch.dtype = self.head.weight.dtype
         self.num_layers = len(self.body.layers)
         self.gradients: Mapping[str, torch.Tensor] = {}
+        self.lookup_ids: torch.Tensor | None = None
         self._watch_gradients()
 
     def _watch_gradients(self) -> None:
@@ -101,9 +104,9 @@ class DenseModel:
 
         return collect
 
-    def accumulate_into(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def accumulate_into(self, gradients: Mapping[str, torch.Tensor], lookup_ids: torch.Tensor | None = None) -> None:
         """Let every later backward add to ``gradients`` (in the accumulation dtype, shaped like the parameters)."""
-        self.gradients = gradients
+        self.gradients, self.lookup_ids = gradients, lookup_ids
 
     # Phases. Each is one step of a chunk's evaluation; `models.tracing` measures their memory one by one.
 
@@ -246,4 +249,6 @@ class DenseModel:
         rows = d_hidden_BSC.flatten(0, 1)[order].to(accumulation_dtype(self.dtype))
         if self.body.embed_tokens.padding_idx is not None:
             rows.masked_fill_((ids == self.body.embed_tokens.padding_idx)[:, None], 0)
+        if self.lookup_ids is not None:
+            ids = torch.searchsorted(self.lookup_ids, ids)
         self.gradients[EMBEDDING_GRADIENT].index_add_(0, ids, rows)

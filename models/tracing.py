@@ -78,9 +78,9 @@ class TracedModel:
         self.meter = LiveBytes()
         self._phases: dict[object, _Phase] = {}
 
-    def accumulate_into(self, gradients: dict[str, torch.Tensor]) -> None:
-        """See `DenseModel.accumulate_into`."""
-        self.model.accumulate_into(gradients)
+    def accumulate_into(self, gradients: dict[str, torch.Tensor], lookup_ids: torch.Tensor | None = None) -> None:
+        """See `DenseModel.accumulate_into`. Either all stages of a model have ``lookup_ids`` or none."""
+        self.model.accumulate_into(gradients, lookup_ids)
 
     def _phase(self, name: str, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         key = (name, _signature(arguments), tuple(sorted(options.items())))

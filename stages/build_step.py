@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.budget import Tier
-from engine.plan import Cost, Stage, TensorSpec, Value, ValueKind
+from engine.plan import Cost, Stage, TensorSpec, Value, ValueKind, movable
 from engine.tensors import dtype_name
 from models.dense import HEAD_GRADIENT
 from stages import names
@@ -60,6 +60,8 @@ class StepBuilder:
         self._add_loss(update, lowering)
         self.first = self.first or lowering
         self.run.lowerings.append(lowering)
+        if lowering.lookup_apart:
+            self.plan.add(self.space.lookups[self.step].stage(update))
         for _, tree in reversed(trees):
             lowering.backward((tree,))
         self._add_optimizer_stages(update, epoch)
@@ -81,18 +83,23 @@ class StepBuilder:
             branches_at_once=choices["branches_at_once"],
             stored_inputs=choices["stored_inputs"],
             exact=self.settings.gradient == "exact",
-            tied_head=run.tied,
+            head_apart=run.tied and not self.space.has_few_lookups,
+            lookup_apart=run.tied and self.space.has_few_lookups,
         )
 
     def _declare_gradients(self, update: str) -> None:
         run, wide = self.run, dtype_name(self.run.wide)
         gradients = {name: TensorSpec(shape=spec.shape, dtype=wide) for name, spec in run.parameters.items()}
-        found = {names.gradients(update): gradients}
-        if run.tied:
-            shape = (run.sizes.vocab, run.sizes.hidden)
-            found[names.head_gradients(update)] = {HEAD_GRADIENT: TensorSpec(shape=shape, dtype=wide)}
-        for name, tensors in found.items():
-            self.plan.value(Value(name=name, tensors=tensors, kind=ValueKind.ACCUMULATOR, tiers=(Tier.DEVICE,)))
+        name, kind = names.gradients(update), ValueKind.ACCUMULATOR
+        self.plan.value(Value(name=name, tensors=gradients, kind=kind, tiers=(Tier.DEVICE,)))
+        if not run.tied:
+            return
+        if self.space.has_few_lookups:
+            for value in self.space.lookups[self.step].values(update, hidden=run.sizes.hidden, dtype=wide):
+                self.plan.value(value)
+            return
+        whole = {HEAD_GRADIENT: TensorSpec(shape=(run.sizes.vocab, run.sizes.hidden), dtype=wide)}
+        self.plan.value(movable(names.head_gradients(update), whole, kind=kind))
 
     # Rollouts
 
@@ -172,8 +179,15 @@ class StepBuilder:
     def _add_optimizer_stages(self, update: str, epoch: int) -> None:
         run, options, ending = self.run, self.settings.optimizer, update.rstrip("/")
         gradients, clip = names.gradients(update), names.clip(update)
-        head = names.head_gradients(update) if run.tied else None
-        self.plan.add(merge_stage(name=f"merge {ending}", gradients=gradients, head_gradients=head))
+        few = self.space.has_few_lookups
+        self.plan.add(
+            merge_stage(
+                name=f"merge {ending}",
+                gradients=gradients,
+                head_gradients=names.head_gradients(update) if run.tied and not few else None,
+                lookup=(names.lookup(update), names.lookup_ids(update)) if run.tied and few else None,
+            )
+        )
         if not self.settings.update_weights:
             self._add_metrics(update, epoch, None, after=gradients)
             return

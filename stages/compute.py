@@ -24,6 +24,7 @@ import torch
 from engine.context import StageContext
 from engine.plan import TensorSpec, digest
 from models.chunk import backward_chunk, forward_chunk
+from models.dense import EMBEDDING_GRADIENT, HEAD_GRADIENT
 from models.float64 import lifted_casts
 from models.geometry import StateLayout
 from stages import names
@@ -123,10 +124,7 @@ class ChunkWork:
         if not batch.num_tokens:
             return
         model = context.item(names.WEIGHTS)
-        gradients = dict(context.tensors(names.gradients(self.update)))
-        if names.head_gradients(self.update) in context.stage.updates:
-            gradients |= context.tensors(names.head_gradients(self.update))
-        model.accumulate_into(gradients)
+        model.accumulate_into(*self._accumulators(context))
         with lifted_casts(model.dtype):
             backward_chunk(
                 model,
@@ -138,6 +136,17 @@ class ChunkWork:
                 inputs=self._inputs(context, batch),
             )
         model.accumulate_into({})
+
+    def _accumulators(self, context: StageContext) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """Return the accumulators by the names of `models.dense`, and the ids of the embedding's rows if not all."""
+        gradients = dict(context.tensors(names.gradients(self.update)))
+        if names.head_gradients(self.update) in context.stage.updates:
+            gradients |= context.tensors(names.head_gradients(self.update))
+        if names.lookup(self.update) not in context.stage.updates:
+            return gradients, None
+        rows, ids = context.tensors(names.lookup(self.update)), context.tensors(names.lookup_ids(self.update))
+        whole = gradients[EMBEDDING_GRADIENT]
+        return {**gradients, HEAD_GRADIENT: whole, EMBEDDING_GRADIENT: rows["rows"]}, ids["ids"]
 
     def config(self) -> dict[str, object]:
         """Return what decides the result besides the inputs, for the recipe key."""

@@ -28,7 +28,9 @@ from stages.tree import Chunk, Node, chunks_of, waves_of
 class Lowering:
     """Adds the stages of the token trees of one update to a plan.
 
-    ``update`` is the update's prefix; ``works`` collects the scored chunks in the order in which they are scored,
+    ``update`` is the update's prefix; ``head_apart`` and ``lookup_apart`` say whether a tied embedding's gradient has
+    an accumulator beside the parameters' own for the head's share, or for the look-up's (`stages.lookup`);
+    ``works`` collects the scored chunks in the order in which they are scored,
     ``sampled`` the stages whose tokens are sampled, which may turn out to need less than is planned for them.
     """
 
@@ -42,7 +44,8 @@ class Lowering:
     branches_at_once: int
     stored_inputs: int
     exact: bool
-    tied_head: bool
+    head_apart: bool
+    lookup_apart: bool
     works: list[ChunkWork] = field(default_factory=list)
     sampled: list[tuple[Stage, ChunkWork]] = field(default_factory=list)
     _states: dict[str, Visible] = field(default_factory=dict)
@@ -154,7 +157,11 @@ class Lowering:
             Stream(values=cotangents, updates=True),
             *(() if work.kept is None else work.kept.read()),
         )
-        tied_head = self.tied_head and work.max_rows
+        update, updates = self.update, [names.gradients(self.update)]
+        if self.head_apart and work.max_rows:
+            updates.append(names.head_gradients(update))
+        if self.lookup_apart:
+            updates.append(names.lookup(update))
         self._add(
             Stage(
                 name=f"{'replay' if work.max_rows else 'sweep'} {work.name}",
@@ -165,8 +172,9 @@ class Lowering:
                     names.WEIGHTS,
                     *work.chunk.rollouts,
                     *((names.derivatives(work.name),) if work.max_rows else ()),
+                    *((names.lookup_ids(update),) if self.lookup_apart else ()),
                 ),
-                updates=(names.gradients(self.update), *((names.head_gradients(self.update),) if tied_head else ())),
+                updates=tuple(updates),
                 streams=tuple(stream for stream in streams if stream.values),
                 cost=self._cost(work, backward=True),
             ),

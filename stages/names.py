@@ -30,6 +30,16 @@ def head_gradients(update: str) -> str:
     return f"{update}gradients/head"
 
 
+def lookup(update: str) -> str:
+    """Return the name of the look-up's share of a tied embedding's gradient: rows of the ids that occur."""
+    return f"{update}gradients/lookup"
+
+
+def lookup_ids(update: str) -> str:
+    """Return the name of the ids that those rows belong to, in ascending order."""
+    return f"{update}gradients/ids"
+
+
 def clip(update: str) -> str:
     """Return the name of the factor that clipping puts on the gradients."""
     return f"{update}clip"

@@ -26,6 +26,7 @@ from stages.build import RunBuilder
 from stages.estimate import Estimator
 from stages.groups import Group, Prompt, StepGroup, group_data
 from stages.kept import STORED_INPUTS_LADDER
+from stages.lookup import LookupIds, lookup_ids
 from stages.loss_stage import LossStage
 from stages.losses import LossConfig
 from stages.optimizer import OptimizerState
@@ -108,6 +109,18 @@ class GrpoSpace:
         if not self.samples or rollout is None or config.max_response_tokens is not None:
             return config
         return replace(config, max_response_tokens=rollout.max_response_tokens)
+
+    @cached_property
+    def lookups(self) -> list[LookupIds]:
+        """The ids that every step's backward looks up."""
+        vocab, exact = int(self.policy.config.vocab_size), self.settings.gradient == "exact"
+        trees = [[tree for _, tree in self.trees(step, "")] for step in range(len(self.steps))]
+        return [lookup_ids(found, vocab=vocab, exact=exact) for found in trees]
+
+    @cached_property
+    def has_few_lookups(self) -> bool:
+        """Whether they are few in every step, so that stages of all steps are alike."""
+        return all(ids.is_few for ids in self.lookups)
 
     @cached_property
     def advantages(self) -> list[list[GroupAdvantages | None]]:

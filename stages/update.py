@@ -1,10 +1,10 @@
 """From accumulated gradients to new weights: merge, clip, AdamW. One optimizer update.
 
-The merge adds the head's share of a tied embedding to the look-up's share. The clip is two passes: norms per
-parameter, summed in the parameters' order; the factor is applied inside the optimizer, so that no scaled copy of the
-gradients exists. AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) is torch's own fused kernel, run on
-pieces of the state (`stages.optimizer`) and what belongs to them of weights and gradients. Weights below float32 are
-the rounding of their masters. Step count and learning rate of an update are known when it is planned.
+The merge adds what a tied embedding has beside its own accumulator: the head's share, or the look-up's. The clip is
+two passes: norms per parameter, summed in the parameters' order; the factor is applied inside the optimizer, so that no
+scaled copy of the gradients exists. AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) is torch's own fused
+kernel, run on pieces of the state (`stages.optimizer`) and what belongs to them of weights and gradients. Weights below
+float32 are the rounding of their masters. Step count and learning rate of an update are known when it is planned.
 """
 
 from __future__ import annotations
@@ -56,15 +56,23 @@ class AdamWOptions:
                 raise UsageError(f"{name}={value!r} must be a number of at least {low} and below {high}")
 
 
-def merge_stage(*, name: str, gradients: str, head_gradients: str | None) -> Stage:
-    """Return the stage after which gradients are complete; it adds the head's share of a tied embedding in place."""
+def merge_stage(
+    *, name: str, gradients: str, head_gradients: str | None = None, lookup: tuple[str, str] | None = None
+) -> Stage:
+    """Return the stage after which gradients are complete; it adds the other share of a tied embedding in place.
+
+    That is either ``head_gradients``, or ``lookup``: rows and their ids (`stages.lookup`).
+    """
 
     def run(context: StageContext) -> None:
         if head_gradients is not None:
             head = context.tensors(head_gradients)[HEAD_GRADIENT]
             context.tensors(gradients)[EMBEDDING_GRADIENT].add_(head)
+        if lookup is not None:
+            rows, ids = context.tensors(lookup[0])["rows"], context.tensors(lookup[1])["ids"]
+            context.tensors(gradients)[EMBEDDING_GRADIENT].index_add_(0, ids, rows)
 
-    reads = () if head_gradients is None else (head_gradients,)
+    reads = (*(() if head_gradients is None else (head_gradients,)), *(lookup or ()))
     return Stage(name=name, kind="merge", run=run, reads=reads, updates=(gradients,))
 
 

@@ -271,7 +271,7 @@ def test_zero_gradients_change_no_weight(policy: Path, tmp_path: Path) -> None:
 def moving_bytes(done: Done) -> int:
     """Return the largest measured device bytes of a chunk's stage, less weights and gradients."""
     plan = done.planned.plan
-    held = (names.WEIGHTS, names.gradients("step0/"), names.head_gradients("step0/"))
+    held = (names.WEIGHTS, names.gradients("step0/"), names.head_gradients("step0/"), names.lookup("step0/"))
     fixed = [plan.values[name].nbytes for name in held if name in plan.values]
     peak = max(
         measured for name, (_, measured) in done.outcome.stage_peak_bytes.items() if name.split()[0] in CHUNK_KINDS
