@@ -1,28 +1,36 @@
 """Where every Value of a plan lives, and what follows for its copies.
 
-A movable Value *stays* on the device for life, or has a *home* on the host or the disk. One with a home is streamed
-from there, and has a *copy* on the device while a stage uses it as a resident. Between two such stages lies a *gap*;
-a copy that is *kept* through a gap need be neither stored nor fetched again. A fetch may run *ahead*, alongside the
-stage before the one that needs it, and a store *behind*, alongside the stage after; the copy is there that much longer.
+A movable Value has *windows*: stages during which it is on the device. Outside of them it is at its *home* on the
+host or the disk, and is streamed from there. One whose only window is its whole life *stays*, and needs no home.
 
-Invariants: a home is there from the first time that something is put into it until the Value dies; a copy is stored
-before it goes if it was changed and the Value lives on; what a stage uses as a resident has a copy on the device.
+The ends of a window say how the copy comes and goes. A window that begins with a use of its Value is fetched before
+that stage, which waits for it; one that begins earlier is fetched alongside its first stage. Likewise a copy that has
+to be stored is stored after the window's last stage if that one uses the Value, and alongside that stage if not. The
+first window of a Value that has never been anywhere else is created instead; a copy is stored as it goes if it was
+changed, or has no home yet, and the Value lives on. Windows of a Value that is kept may end beyond the last stage.
+
+Invariants: a home is there from the first time that something is put into it until the Value dies; what a stage uses
+as a resident is in a window; windows of a Value neither overlap nor touch.
 
 This module is pure: no I/O, no clock, no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 from engine.budget import Tier
-from engine.needs import Needs, Use
+from engine.needs import Needs
 
-BEFORE_FIRST = -1
-"""The gap before the first stage that uses a Value as a resident."""
+
+class Window(NamedTuple):
+    """A Value is on the device from stage ``first`` to stage ``last``, both included."""
+
+    first: int
+    last: int
 
 
 class Event(Enum):
@@ -50,64 +58,59 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where everything lives; Values and stages by number (`engine.needs`).
+    """Where everything lives; ``needs`` has the plan and the order of its stages, which numbers refer to.
 
     Attributes:
-        slots: buffers of each stream.
-        stays: the Values that stay on the device.
-        kept: gaps, as (Value, the last stage before it that uses it as a resident).
-        ahead: fetches, as (Value, the stage that needs it).
-        behind: stores, as (Value, the stage that used it last).
-        homes: of all others.
+        windows: of movable Values that are ever on the device, in order.
+        doubled: the stages whose streams have two buffers each.
+        homes: of all Values that are ever off the device.
         staging_bytes: host bytes through which Values pass to the disk and back; 0 where nothing is there.
     """
 
-    slots: int
-    stays: frozenset[int]
-    kept: frozenset[tuple[int, int]] = frozenset()
-    ahead: frozenset[tuple[int, int]] = frozenset()
-    behind: frozenset[tuple[int, int]] = frozenset()
-    homes: dict[int, Tier] = field(default_factory=dict)
+    needs: Needs = field(repr=False, compare=False)
+    windows: Mapping[int, tuple[Window, ...]]
+    doubled: frozenset[int] = frozenset()
+    homes: Mapping[int, Tier] = field(default_factory=dict)
     staging_bytes: int = 0
 
-    def steps_of(self, needs: Needs, number: int) -> Iterator[Step]:
+    def stays(self, number: int) -> bool:
+        """Return whether a Value is on the device for life."""
+        return self.windows.get(number) == (self.life(number),)
+
+    def life(self, number: int) -> Window:
+        """Return the stages from a Value's birth to its death."""
+        return Window(int(self.needs.births[number]), int(self.needs.deaths[number]))
+
+    def steps_of(self, number: int) -> Iterator[Step]:
         """Yield what happens to a Value, in order."""
-        value, uses = needs.values[number], needs.uses[number]
-        if number not in self.stays and not value.pinned:
-            yield from self._coming_and_going(uses, number, self.homes.get(number, Tier.HOST), keep=value.keep)
-            return
-        yield Step(uses[0].stage, True, Event.CREATE, number, Tier.DEVICE)
-        if not value.keep:
-            yield Step(uses[-1].stage, False, Event.DROP, number, Tier.DEVICE)
+        value, uses = self.needs.values[number], self.needs.uses[number]
+        if value.pinned or self.stays(number):
+            yield Step(uses[0].stage, True, Event.CREATE, number, Tier.DEVICE)
+            if not value.keep:
+                yield Step(uses[-1].stage, False, Event.DROP, number, Tier.DEVICE)
+        else:
+            yield from self._coming_and_going(number)
 
-    def _coming_and_going(self, uses: Sequence[Use], number: int, home: Tier, *, keep: bool) -> Iterator[Step]:
-        here = at_home = changed = False
-        last_resident = BEFORE_FIRST
-        for use, following in zip(uses, [*uses[1:], None], strict=True):
-            if not here and (use.resident or (number, last_resident) in self.kept):
-                here = True
-                ahead = (number, use.stage) in self.ahead
-                event = Event.FETCH if at_home else Event.CREATE
-                yield Step(use.stage - ahead, True, event, number, Tier.DEVICE, ahead)
-            elif not here and not at_home:
+    def _coming_and_going(self, number: int) -> Iterator[Step]:
+        needs, home = self.needs, self.homes.get(number, Tier.HOST)
+        birth, death = self.life(number)
+        used = {use.stage: use.changes for use in needs.uses[number]}
+        windows = self.windows.get(number, ())
+        at_home = not windows or windows[0].first > birth
+        if at_home:
+            yield Step(birth, True, Event.CREATE, number, home)
+        for first, last in windows:
+            if at_home:
+                alongside = first not in used
+                yield Step(first, True, Event.FETCH, number, Tier.DEVICE, alongside)
+            else:
+                yield Step(first, True, Event.CREATE, number, Tier.DEVICE)
+            changed = not at_home or any(changes for stage, changes in used.items() if first <= stage <= last)
+            if last < death and changed:
+                alongside = last not in used
+                yield Step(last, alongside, Event.STORE, number, home, alongside)
                 at_home = True
-                yield Step(use.stage, True, Event.CREATE, number, home)
-            last_resident = use.stage if use.resident else last_resident
-            changed = changed or (use.changes and here)
-            if not here or self._remains(number, last_resident, use, following):
-                continue
-            behind = 0
-            if (following is not None or keep) and (changed or not at_home):
-                behind = int((number, use.stage) in self.behind)
-                yield Step(use.stage + behind, bool(behind), Event.STORE, number, home, bool(behind))
-                at_home, changed = True, False
-            here = False
-            yield Step(use.stage + behind, False, Event.DROP, number, Tier.DEVICE)
-        if at_home and not keep:
-            yield Step(uses[-1].stage, False, Event.DROP, number, home)
-
-    def _remains(self, number: int, last_resident: int, use: Use, following: Use | None) -> bool:
-        """Return whether the copy is still there when the next stage that uses the Value begins."""
-        if following is None:
-            return False
-        return (number, last_resident) in self.kept or (following.resident and following.stage == use.stage + 1)
+            if last < needs.num_stages:
+                yield Step(last, False, Event.DROP, number, Tier.DEVICE)
+        if at_home and death < needs.num_stages:
+            yield Step(death, False, Event.DROP, number, home)

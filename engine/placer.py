@@ -1,12 +1,13 @@
 """Choosing where Values live: within the budget, and in as little time as can be.
 
-Two ways to fill the device, and what is true of each:
+Three ways to fill the device, and what is true of each:
 
 - A *chain*: Values stay in a fixed order, by the seconds that a byte saves, as many as the budget has room for. With a
   larger budget the same Values stay and perhaps more, so it is never slower.
 - A *packing*: what saves most for its bytes is let in wherever it fits, gap by gap, and copies run alongside stages
   where there is room. Better, but a larger budget may pack worse. So packings are made for fixed *rungs* below the
   budget and never for the budget itself: a larger budget has all rungs of a smaller one.
+- The *search* of `engine.windows`, in place of packings, for plans of few stages: on rungs too.
 
 The fastest of all of them is taken, so a larger budget never gives a slower schedule. Homes are given in the chain's
 order: the host while it has room, then the disk.
@@ -18,8 +19,8 @@ This module is pure: no I/O, no clock, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -30,9 +31,10 @@ from engine.budget import Budget, Tier
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
 from engine.needs import Bytes, Needs, Numbers, Seconds, Touch
-from engine.parts import Stage
-from engine.placement import BEFORE_FIRST, Event, Placement, Step
+from engine.parts import Stage, Value
+from engine.placement import Event, Placement, Step, Window
 from engine.units import format_bytes
+from engine.windows import Item, Search, Visit
 
 RUNGS_AN_OCTAVE = 4
 # Of what a budget has beyond the least: a packing leaves at most 16 % of that unused.
@@ -40,8 +42,24 @@ RUNGS_AN_OCTAVE = 4
 MOST_UNITS = 20_000
 # Of a plan that packings are made for: beyond, they take seconds each.
 
-MOST_UNITS_OF_SMALL = 200
-# Of a plan that is packed in two ways for every rung.
+MOST_STAGES_OF_SEARCH, MOST_USES_OF_SEARCH = 64, 1000
+# Of a plan that is searched: that takes up to some seconds.
+
+RUNGS_A_VALUE, LEAST_RUNGS, MOST_RUNGS = 2, 8, 32
+ROUNDS_A_VALUE, MOST_ROUNDS = 3, 100
+# Of a search: with three times as many rounds, plans of 30 stages get less than a percent faster.
+
+BEFORE_FIRST = -1
+# The gap before the first stage that uses a Value as a resident.
+
+_CODES = {1: Tier.HOST, 2: Tier.DISK}
+# Of tiers, in arrays; 0 is the device.
+
+
+def copy_s(profile: HardwareProfile, value: Value, source: Tier, target: Tier) -> float:
+    """Return the seconds that a copy of a Value takes."""
+    num_pieces = sum(spec.num_pieces for spec in value.tensors.values())
+    return profile.transfer_s(source, target, value.nbytes, num_pieces)
 
 
 class Unit(NamedTuple):
@@ -60,6 +78,7 @@ class Placer:
 
     needs: Needs
     profile: HardwareProfile
+    _rungs_found: list[Placement] = field(default_factory=list, repr=False)
 
     # What things take
 
@@ -99,42 +118,59 @@ class Placer:
         return np.array([use.value for use in self.needs.streams], dtype=np.int64)
 
     def _copy_s(self, number: int, source: Tier, target: Tier) -> float:
-        pieces = sum(spec.num_pieces for spec in self.needs.values[number].tensors.values())
-        return self.profile.transfer_s(source, target, int(self.needs.nbytes[number]), pieces)
+        return copy_s(self.profile, self.needs.values[number], source, target)
 
     def seconds(self, placement: Placement) -> float:
         """Return the time of the plan under a placement with homes: that of the simulator, exactly."""
         needs = self.needs
-        waited, hidden = np.zeros(needs.num_stages), np.zeros(needs.num_stages)
-        here = {number: self._copies(placement, number, waited, hidden) for number in needs.movable}
-        tiers = [
-            Tier.DEVICE if any(first <= use.stage <= last for first, last in here.get(use.value, ())) else
-            placement.homes.get(use.value, Tier.DEVICE)
-            for use in needs.streams
-        ]  # fmt: skip
-        streamed = np.zeros(needs.num_stages)
-        for tier in (Tier.HOST, Tier.DISK):
-            chosen = np.array([found is tier for found in tiers], dtype=bool)
+        waited, hidden, streamed = np.zeros((3, needs.num_stages))
+        for number in needs.movable:
+            if not placement.stays(number):
+                self._add_copies(placement, number, waited, hidden)
+        away = self._streamed_from(placement)
+        for code, tier in _CODES.items():
+            chosen = away == code
             np.add.at(streamed, self._stream_stages[chosen], self._stream_s[tier][chosen])
-        (waited if placement.slots == 1 else hidden)[:] += streamed
+        double = np.zeros(needs.num_stages, dtype=bool)
+        double[list(placement.doubled)] = True
+        waited += np.where(double, 0.0, streamed)
+        hidden += np.where(double, streamed, 0.0)
         together = self.profile.together_s
         rows = zip(self.compute_s.tolist(), hidden.tolist(), waited.tolist(), strict=True)
         return float(sum(together(compute, behind, alone) for compute, behind, alone in rows))
 
-    def _copies(self, placement: Placement, number: int, waited: Seconds, hidden: Seconds) -> list[tuple[int, int]]:
-        """Add the time of a Value's copies; return from which to which stage it has one on the device."""
-        if number in placement.stays:
-            return [(0, self.needs.num_stages)]
-        home, spans, begin = placement.homes.get(number, Tier.DEVICE), [], 0
-        for step in placement.steps_of(self.needs, number):
+    def _streamed_from(self, placement: Placement) -> Numbers:
+        """Return, for every use in a stream, the code of the tier that the Value is on then."""
+        code_of = {tier: code for code, tier in _CODES.items()}
+        homes = np.zeros(len(self.needs.names), dtype=np.int64)
+        for number, tier in placement.homes.items():
+            homes[number] = code_of[tier]
+        codes = homes[self._stream_values]
+        for number in placement.homes:
+            windows, mine = placement.windows.get(number), self._streams_of.get(number)
+            if windows is not None and mine is not None:
+                at = self._stream_stages[mine]
+                codes[mine[np.logical_or.reduce([(w.first <= at) & (at <= w.last) for w in windows])]] = 0
+        return codes
+
+    @cached_property
+    def _streams_of(self) -> dict[int, Numbers]:
+        """The uses in streams of every Value that is streamed, as positions in `Needs.streams`."""
+        order = np.argsort(self._stream_values, kind="stable")
+        numbers, starts = np.unique(self._stream_values[order], return_index=True)
+        ends = [*starts[1:].tolist(), len(order)]
+        return {
+            number: order[start:end]
+            for number, start, end in zip(numbers.tolist(), starts.tolist(), ends[: len(numbers)], strict=True)
+        }
+
+    def _add_copies(self, placement: Placement, number: int, waited: Seconds, hidden: Seconds) -> None:
+        """Add the time of a Value's copies."""
+        home = placement.homes.get(number, Tier.DEVICE)
+        for step in placement.steps_of(number):
             if step.event in (Event.FETCH, Event.STORE):
                 source, target = (home, Tier.DEVICE) if step.event is Event.FETCH else (Tier.DEVICE, home)
                 (hidden if step.alongside else waited)[step.stage] += self._copy_s(number, source, target)
-            if step.tier is Tier.DEVICE and step.event in (Event.FETCH, Event.CREATE):
-                begin = step.stage
-            elif step.tier is Tier.DEVICE and step.event is Event.DROP:
-                spans.append((begin, step.stage))
-        return spans
 
     # Units, and the order of Values
 
@@ -205,15 +241,18 @@ class Placer:
     def candidates(self, device_bytes: int) -> Iterator[Placement]:
         """Yield placements within ``device_bytes``, without homes; the first is the fastest where everything fits."""
         if self.everything_bytes <= device_bytes:
-            yield Placement(slots=1, stays=frozenset(self.needs.movable))
+            yield self._staying(self.needs.movable, slots=1)
             if not self.needs.outside_buffer_bytes.any():
                 return
         for slots in (2, 1) if self.profile.overlap else (1,):  # where two hide nothing, a thread is only a burden
             if (chain := self._chain(device_bytes, slots)) is not None:
                 yield chain
-        if len(self.units) <= MOST_UNITS:
-            ways = (False, True) if len(self.units) <= MOST_UNITS_OF_SMALL else (False,)
-            yield from (self._packing(rung, by_time=way) for rung in self._rungs(device_bytes) for way in ways)
+        if self._is_small:
+            yield from self._found_up_to(device_bytes)
+        elif len(self.units) <= MOST_UNITS:
+            yield from (self._packing(rung) for rung in self._rungs(device_bytes))
+
+    # Chains
 
     def _chain(self, device_bytes: int, slots: int) -> Placement | None:
         """Return the longest chain within ``device_bytes``; None where even the empty one is not."""
@@ -223,7 +262,7 @@ class Placer:
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._chain_bytes(middle, slots) <= device_bytes else (low, middle - 1)
-        return Placement(slots=slots, stays=frozenset(self._chain_order[:low]))
+        return self._staying(self._chain_order[:low], slots)
 
     def _chain_bytes(self, length: int, slots: int) -> int:
         needs, chosen = self.needs, self._chain_order[:length]
@@ -233,6 +272,135 @@ class Placer:
                 if use.resident:
                     load[use.stage] -= needs.nbytes[number]
         return int(load.max(initial=0))
+
+    def _staying(self, numbers: Sequence[int], slots: int) -> Placement:
+        """Return a placement in which Values ``numbers`` stay and others are on the device where they must be."""
+        births, deaths = self.needs.births, self.needs.deaths
+        lives = {number: (Window(int(births[number]), int(deaths[number])),) for number in numbers}
+        doubled = self._streaming if slots > 1 else frozenset()
+        return Placement(needs=self.needs, windows={**self._least_windows, **lives}, doubled=doubled)
+
+    @cached_property
+    def _streaming(self) -> frozenset[int]:
+        """The stages with streams."""
+        return frozenset(use.stage for use in self.needs.streams)
+
+    @cached_property
+    def _least_windows(self) -> dict[int, tuple[Window, ...]]:
+        """Windows of the movable Values that are on the device nowhere but where they must be."""
+        found = {number: self._windows_of(number, frozenset()) for number in self.needs.movable}
+        return {number: windows for number, windows in found.items() if windows}
+
+    def _windows_of(self, number: int, kept: Collection[int]) -> tuple[Window, ...]:
+        """Return the windows of a Value that is used as a resident, from its kept gaps."""
+        last_stage, found = self.needs.num_stages - 1, []
+        residents = [use.stage for use in self.needs.uses[number] if use.resident]
+        for before, stage in pairwise([BEFORE_FIRST, *residents]):
+            if before == BEFORE_FIRST:
+                first = int(self.needs.births[number]) if BEFORE_FIRST in kept else stage
+                found.append(Window(first, stage))
+            elif before in kept or stage == before + 1:
+                found[-1] = Window(found[-1].first, stage)
+            else:
+                found.append(Window(stage, stage))
+        death = int(self.needs.deaths[number])
+        if residents and (residents[-1] in kept or (residents[-1] == last_stage < death)):
+            found[-1] = Window(found[-1].first, death)
+        return tuple(found)
+
+    # The search, for small plans
+
+    @cached_property
+    def _is_small(self) -> bool:
+        num_uses = sum(len(self.needs.uses[number]) for number in self.needs.movable)
+        return self.needs.num_stages <= MOST_STAGES_OF_SEARCH and num_uses <= MOST_USES_OF_SEARCH
+
+    def _found_up_to(self, device_bytes: int) -> Iterator[Placement]:
+        """Yield what the search finds on every rung up to ``device_bytes``, the best first."""
+        if device_bytes < self.least_bytes:
+            return
+        num_values = len(self._chain_order)
+        num_rungs = max(LEAST_RUNGS, min(MOST_RUNGS, RUNGS_A_VALUE * num_values))
+        step = max(1, -(-(self.everything_bytes - self.least_bytes) // num_rungs))
+        num_within = min(num_rungs, 1 + (device_bytes - self.least_bytes) // step)
+        while len(self._rungs_found) < num_within:
+            search = self._search
+            search.cap_bytes = self.least_bytes + len(self._rungs_found) * step
+            search.double_where_there_is_room(range(self.needs.num_stages))
+            search.improve_each()
+            search.improve(min(MOST_ROUNDS, ROUNDS_A_VALUE * num_values))
+            self._rungs_found.append(search.placement())
+        yield from reversed(self._rungs_found[:num_within])
+
+    @cached_property
+    def _search(self) -> Search:
+        needs = self.needs
+        streamed: dict[tuple[int, int], float] = {}
+        load = (needs.least_bytes(1) - needs.buffer_bytes).tolist()
+        streamed_s = [0.0] * needs.num_stages
+        for index, use in enumerate(needs.streams):
+            tier = self._nearest(use.value)
+            seconds = float(self._stream_s[tier][index])
+            if Tier.DEVICE in needs.values[use.value].tiers:
+                key = use.stage, use.value
+                streamed[key] = streamed.get(key, 0.0) + seconds
+            else:
+                streamed_s[use.stage] += seconds
+        piece_bytes: list[int] = []
+        away: list[int] = []
+        buffers: list[list[int]] = []
+        through: dict[tuple[int, str], list[int]] = {}
+        for number, stage in enumerate(needs.stages):
+            buffers.append([])
+            for stream in (stream for stream in stage.streams if stream.buffered):
+                buffers[-1].append(len(away))
+                for name in stream.values:
+                    through.setdefault((number, name), []).append(len(away))
+                piece_bytes.append(needs.plan.buffer_bytes(stream))
+                away.append(sum(Tier.DEVICE not in needs.plan.values[name].tiers for name in stream.values))
+                load[number] += piece_bytes[-1] if away[-1] else 0
+        return Search(
+            needs=needs,
+            compute_s=self.compute_s.tolist(),
+            overlap=self.profile.overlap,
+            items=[self._item(number, streamed, through) for number in self._chain_order],
+            buffers=buffers,
+            piece_bytes=piece_bytes,
+            away=away,
+            load=load,
+            streamed_s=streamed_s,
+            cap_bytes=self.least_bytes,
+        )
+
+    def _nearest(self, number: int) -> Tier:
+        return Tier.HOST if Tier.HOST in self.needs.values[number].tiers else Tier.DISK
+
+    def _item(
+        self, number: int, streamed: Mapping[tuple[int, int], float], through: Mapping[tuple[int, str], list[int]]
+    ) -> Item:
+        needs, home = self.needs, self._nearest(number)
+        visits = tuple(
+            Visit(
+                use.stage,
+                use.resident,
+                use.changes,
+                0.0 if use.resident else streamed.get((use.stage, number), 0.0),
+                () if use.resident else tuple(through.get((use.stage, needs.names[number]), ())),
+            )
+            for use in needs.uses[number]
+        )
+        return Item(
+            number=number,
+            nbytes=int(needs.nbytes[number]),
+            fetch_s=self._copy_s(number, home, Tier.DEVICE),
+            store_s=self._copy_s(number, Tier.DEVICE, home),
+            keep=needs.values[number].keep,
+            visits=visits,
+            used=frozenset(visit.stage for visit in visits),
+            resident=frozenset(visit.stage for visit in visits if visit.resident),
+        )
+
+    # Packings, for plans that are not small
 
     def _rungs(self, device_bytes: int) -> Iterator[int]:
         """Yield the budgets up to ``device_bytes`` that packings are made for; they depend on the plan alone."""
@@ -245,52 +413,53 @@ class Placer:
             yield self.least_bytes + rung
             number += 1
 
-    def _packing(self, device_bytes: int, *, by_time: bool) -> Placement:
-        """Return a packing; ``by_time`` ranks units by bytes times stages instead of by bytes."""
+    def _packing(self, device_bytes: int) -> Placement:
         needs = self.needs
-        two_fit = int(needs.least_bytes(2).max(initial=0)) <= device_bytes
-        slots = 2 if two_fit and self.profile.overlap else 1
-        free = device_bytes - needs.least_bytes(slots)
-        stays: set[int] = set()
-        kept: set[tuple[int, int]] = set()
-        for unit in self._ranked[by_time]:
+        single, double = needs.least_bytes(1), needs.least_bytes(2)
+        doubled = (double <= device_bytes) & (needs.buffer_bytes > 0) & (self.profile.overlap > 0)
+        free = device_bytes - np.where(doubled, double, single)
+        windows = dict(self._least_windows)
+        kept: dict[int, set[int]] = {}
+        for unit in self._ranked:
             nbytes, span = needs.nbytes[unit.value], slice(unit.first, unit.last + 1)
             if free[span].min() < nbytes:
                 continue
             free[span] -= nbytes
             if unit.gap is None:
-                stays.add(unit.value)
+                windows[unit.value] = (Window(int(needs.births[unit.value]), int(needs.deaths[unit.value])),)
             else:
-                kept.add((unit.value, unit.gap))
-        packed = Placement(slots=slots, stays=frozenset(stays), kept=frozenset(kept))
-        return self._with_copies_alongside(packed, free)
+                kept.setdefault(unit.value, set()).add(unit.gap)
+        windows |= {number: self._windows_of(number, gaps) for number, gaps in kept.items()}
+        windows = {number: self._with_copies_alongside(number, mine, free) for number, mine in windows.items()}
+        return Placement(needs=needs, windows=windows, doubled=frozenset(np.flatnonzero(doubled).tolist()))
 
     @cached_property
-    def _ranked(self) -> dict[bool, list[Unit]]:
-        def worth(unit: Unit, by_time: bool) -> tuple[float, int, int]:
-            cost = int(self.needs.nbytes[unit.value]) * (unit.last - unit.first + 1 if by_time else 1)
-            return (-unit.saved_s / max(1, cost), unit.value, unit.first)
+    def _ranked(self) -> list[Unit]:
+        """The units, those first whose bytes save the most seconds."""
 
-        return {way: sorted(self.units, key=lambda unit: worth(unit, way)) for way in (False, True)}
+        def worth(unit: Unit) -> tuple[float, int, int]:
+            return (-unit.saved_s / max(1, int(self.needs.nbytes[unit.value])), unit.value, unit.first)
 
-    def _with_copies_alongside(self, placement: Placement, free: Bytes) -> Placement:
-        """Let fetches run ahead and stores behind wherever there is room for the copy one stage longer."""
-        needs = self.needs
-        found: dict[Event, set[tuple[int, int]]] = {Event.FETCH: set(), Event.STORE: set()}
-        for number in needs.movable:
-            for step in placement.steps_of(needs, number):
-                if step.event not in found:
-                    continue
-                beside = step.stage + (1 if step.event is Event.STORE else -1)
-                room = 0 <= beside < needs.num_stages and free[beside] >= needs.nbytes[number]
-                if room and (number, beside) not in self._used_at:
-                    free[beside] -= needs.nbytes[number]
-                    found[step.event].add((number, step.stage))
-        return replace(placement, ahead=frozenset(found[Event.FETCH]), behind=frozenset(found[Event.STORE]))
+        return sorted(self.units, key=worth)
 
-    @cached_property
-    def _used_at(self) -> set[tuple[int, int]]:
-        return {(number, use.stage) for number in self.needs.movable for use in self.needs.uses[number]}
+    def _with_copies_alongside(self, number: int, windows: tuple[Window, ...], free: Bytes) -> tuple[Window, ...]:
+        """Let fetches begin a stage earlier and stores end one later where there is room for the copy until then."""
+        needs, nbytes = self.needs, self.needs.nbytes[number]
+        used = {use.stage for use in needs.uses[number]}
+        birth, death = int(needs.births[number]), int(needs.deaths[number])
+        found: list[Window] = []
+        for (first, last), following in zip(windows, [*windows[1:], None], strict=True):
+            ahead = first - 1
+            if birth < ahead and ahead not in used and (not found or found[-1].last < ahead) and free[ahead] >= nbytes:
+                free[ahead] -= nbytes
+                first = ahead
+            behind = last + 1
+            before = death if following is None else following.first
+            if behind < before and behind < needs.num_stages and behind not in used and free[behind] >= nbytes:
+                free[behind] -= nbytes
+                last = behind
+            found.append(Window(first, last))
+        return tuple(found)
 
     # Homes
 
@@ -300,7 +469,7 @@ class Placer:
         Raises:
             DoesNotFitError: host and disk have no room for it.
         """
-        leaving = [number for number in self._order if number not in placement.stays]
+        leaving = [number for number in self._order if not placement.stays(number)]
         births = self._home_births(placement, leaving)
         need = [number for number in leaving if births[number] <= self.needs.deaths[number]]
         hosted, others = self._split(need, births, budget.host_bytes, disk=False)
@@ -317,7 +486,7 @@ class Placer:
         """Return from which stage on each Value has a home; after its death where it never has one."""
         births = self.needs.births.copy()
         for number in numbers:
-            steps = (step for step in placement.steps_of(self.needs, number) if _makes_home(step))
+            steps = (step for step in placement.steps_of(number) if _makes_home(step))
             first = next(steps, None)
             births[number] = int(self.needs.deaths[number]) + 1 if first is None else first.stage + (not first.before)
         return births

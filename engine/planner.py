@@ -166,7 +166,7 @@ class Planner:
         placement, seconds = found.placement, found.seconds
         if chosen is not found.sketch:
             placement, seconds = self._placed(chosen, budget)
-        schedule = write_down(self._placer(chosen).needs, placement, budget, seconds)
+        schedule = write_down(placement, budget, seconds)
         return self._simulated(chosen, schedule, budget)
 
     def best(self, budget: Budget) -> Found:

@@ -151,7 +151,7 @@ def make_schedule(plan: Plan, budget: Budget, profile: HardwareProfile) -> Sched
     """
     placer = Placer(needs=needs_of(plan, plan.ordered()), profile=profile)
     placement, seconds = best_placement(placer, budget)
-    return write_down(placer.needs, placement, budget, seconds)
+    return write_down(placement, budget, seconds)
 
 
 def best_placement(placer: Placer, budget: Budget) -> tuple[Placement, float]:
@@ -186,12 +186,12 @@ def _check_device(needs: Needs, budget: Budget) -> None:
         )
 
 
-def write_down(needs: Needs, placement: Placement, budget: Budget, seconds: float) -> Schedule:
+def write_down(placement: Placement, budget: Budget, seconds: float) -> Schedule:
     """Return the schedule of a placement, counted by a ledger."""
-    ledger, binding, most = Ledger(budget), "", -1
+    needs, ledger, binding, most = placement.needs, Ledger(budget), "", -1
     if placement.staging_bytes:
         ledger.add(Tier.HOST, STAGING_ENTRY, placement.staging_bytes)
-    instructions = list(_instructions(needs, placement))
+    instructions = list(_instructions(placement))
     for instruction in instructions:
         begin(ledger, needs.plan, instruction)
         if isinstance(instruction, Run) and ledger.live[Tier.DEVICE] > most:
@@ -207,19 +207,20 @@ def write_down(needs: Needs, placement: Placement, budget: Budget, seconds: floa
     )
 
 
-def _instructions(needs: Needs, placement: Placement) -> Iterator[Instruction]:
+def _instructions(placement: Placement) -> Iterator[Instruction]:
+    needs = placement.needs
     steps: list[list[Step]] = [[] for _ in needs.stages]
     for number in range(len(needs.names)):
-        for step in placement.steps_of(needs, number):
+        for step in placement.steps_of(number):
             steps[step.stage].append(step)
     here: set[str] = set()
-    for stage, mine in zip(needs.stages, steps, strict=True):
+    for number, (stage, mine) in enumerate(zip(needs.stages, steps, strict=True)):
         mine.sort(key=_rank)
         for step in (step for step in mine if step.before):
             yield _instruction(needs, placement, step)
             if step.tier is Tier.DEVICE:
                 here.add(needs.names[step.value])
-        yield _run(needs.plan, stage, here, placement.slots)
+        yield _run(needs.plan, stage, here, slots=2 if number in placement.doubled else 1)
         for step in (step for step in mine if not step.before):
             yield _instruction(needs, placement, step)
             if step.event is Event.DROP and step.tier is Tier.DEVICE:
@@ -250,11 +251,10 @@ def _instruction(needs: Needs, placement: Placement, step: Step) -> Instruction:
 
 def _run(plan: Plan, stage: Stage, here: set[str], slots: int) -> Run:
     """Return the instruction that runs a stage; streams whose Values are all ``here`` need no buffer."""
-    off_device = [s for s in stage.streams if s.buffered and not here.issuperset(s.values)]
-    nbytes = sum(plan.buffer_bytes(stream) for stream in off_device)
+    away = [stream for stream in stage.streams if not here.issuperset(stream.values)]
     return Run(
         stage=stage.name,
         workspace_bytes=stage.workspace_bytes,
-        buffer_bytes=slots * nbytes,
-        slots=slots if off_device else 1,
+        buffer_bytes=slots * sum(plan.buffer_bytes(stream) for stream in away),
+        slots=slots if away else 1,
     )

@@ -31,7 +31,7 @@ TOP_LEVEL_FOLDERS = [*MAY_IMPORT, "docs", "tests"]
 # Events in, instructions out: these can be read, tested and run on a laptop without torch.
 PURE_CORE = [
     "authoring", "budget", "driver", "errors", "hardware", "journal", "ledger", "order", "origin", "own_stage", "parts",
-    "plan", "planner", "schedule", "simulated", "source", "trace", "units",
+    "needs", "placement", "placer", "plan", "planner", "schedule", "simulated", "source", "trace", "units", "windows",
 ]  # fmt: skip
 
 # Imported where they are found, by code that says what to do where they are not.
