@@ -472,13 +472,15 @@ class Placer:
         leaving = [number for number in self._order if not placement.stays(number)]
         births = self._home_births(placement, leaving)
         need = [number for number in leaving if births[number] <= self.needs.deaths[number]]
-        hosted, others = self._split(need, births, budget.host_bytes, disk=False)
-        if others:
-            hosted, others = self._split(need, births, budget.host_bytes - staging_bytes, disk=True)
         fixed = [number for number in self.needs.outside if len(self.needs.values[number].tiers) == 1]
+        values = self.needs.values
+        streamed = any(values[n].tiers == (Tier.DISK,) and not values[n].provided for n in fixed)
+        hosted, others = self._split(need, births, budget.host_bytes - streamed * staging_bytes, disk=streamed)
+        if others and not streamed:
+            hosted, others = self._split(need, births, budget.host_bytes - staging_bytes, disk=True)
         homes = dict.fromkeys(hosted, Tier.HOST) | dict.fromkeys(others, Tier.DISK)
         homes |= {number: self.needs.values[number].tiers[0] for number in fixed}
-        staging = staging_bytes if others else 0
+        staging = staging_bytes if others or streamed else 0
         self._check_homes(homes, births, budget, staging)
         return replace(placement, homes=homes, staging_bytes=staging)
 

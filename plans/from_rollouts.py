@@ -50,6 +50,7 @@ def from_rollouts(
     head_rows: int | None = None,
     stored_inputs: int | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
+    state_tier: str = "auto",
 ) -> Plan:
     """Steps over the groups of ``rollouts`` in their order, ``groups_per_step`` to each; one step takes all of them."""
     source = find_policy(policy)
@@ -81,6 +82,7 @@ def from_rollouts(
         save_optimizer=save_optimizer,
         checkpoint_every=checkpoint_every,
         page_tokens=page_tokens,
+        state_tier=state_tier,
         chunk_tokens=chunk_tokens,
         branches_at_once=branches_at_once,
         head_rows=head_rows,

@@ -75,6 +75,7 @@ def learn_tiny(
     head_rows: int | None = None,
     stored_inputs: int | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
+    state_tier: str = "auto",
 ) -> Plan:
     """A few hundred steps of a llama with two layers of hidden size 32."""
     if prompt_tokens < 3:
@@ -107,6 +108,7 @@ def learn_tiny(
         temperature=temperature,
         seed=seed,
         page_tokens=page_tokens,
+        state_tier=state_tier,
         chunk_tokens=chunk_tokens,
         branches_at_once=branches_at_once,
         head_rows=head_rows,

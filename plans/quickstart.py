@@ -64,6 +64,7 @@ def quickstart(
     head_rows: int | None = None,
     stored_inputs: int | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
+    state_tier: str = "auto",
     compare_dense: bool = True,
 ) -> Plan:
     """One step; ``policy`` replaces the model by another checkpoint directory or hub name."""
@@ -83,6 +84,7 @@ def quickstart(
         temperature=temperature,
         seed=seed,
         page_tokens=page_tokens,
+        state_tier=state_tier,
         chunk_tokens=chunk_tokens,
         branches_at_once=branches_at_once,
         head_rows=head_rows,

@@ -33,6 +33,7 @@ def tiny_dense(
     head_rows: int | None = None,
     stored_inputs: int | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
+    state_tier: str = "auto",
 ) -> Plan:
     """One step of a model of ``family`` (llama, mistral, qwen2, qwen3) with hidden size 64."""
     config = AutoConfig.for_model(
@@ -65,6 +66,7 @@ def tiny_dense(
         temperature=temperature,
         seed=seed,
         page_tokens=page_tokens,
+        state_tier=state_tier,
         chunk_tokens=chunk_tokens,
         branches_at_once=branches_at_once,
         head_rows=head_rows,

@@ -82,6 +82,7 @@ class StepBuilder:
             chunk_tokens=choices["chunk_tokens"],
             branches_at_once=choices["branches_at_once"],
             stored_inputs=choices["stored_inputs"],
+            state_tiers=self.settings.state_tiers,
             exact=self.settings.gradient == "exact",
             head_apart=run.tied and not self.space.has_few_lookups,
             lookup_apart=run.tied and self.space.has_few_lookups,

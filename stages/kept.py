@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.budget import Tier
 from engine.context import StageContext
-from engine.plan import Stream, TensorSpec, Value, ValueKind
+from engine.plan import ALL_TIERS, Stream, TensorSpec, Value, ValueKind
 from models.geometry import Geometry, StateLayout
 from stages.tree import Chunk
 
@@ -56,8 +57,19 @@ class KeptInputs:
         return tuple(Stream(values=(value.name,)) for value in self.values)
 
 
-def kept_inputs(name: str, chunk: Chunk, sizes: Geometry, layout: StateLayout, *, level: int) -> KeptInputs | None:
-    """Return what the chunk ``name`` keeps at a ``level`` of ``stored_inputs``; None where that is nothing."""
+def kept_inputs(
+    name: str,
+    chunk: Chunk,
+    sizes: Geometry,
+    layout: StateLayout,
+    *,
+    level: int,
+    tiers: tuple[Tier, ...] = ALL_TIERS,
+) -> KeptInputs | None:
+    """Return what the chunk ``name`` keeps at a ``level`` of ``stored_inputs``; None where that is nothing.
+
+    It may live on ``tiers``.
+    """
     num_pieces = layout.layers if chunk.max_rows else layout.layers - 1
     if not level or not num_pieces:
         return None
@@ -65,7 +77,7 @@ def kept_inputs(name: str, chunk: Chunk, sizes: Geometry, layout: StateLayout, *
     def value(kind: str, width: int, dtype: str) -> Value:
         shape = (num_pieces, len(chunk.nodes), chunk.max_tokens, width)
         tensors = {kind: TensorSpec(shape=shape, dtype=dtype)}
-        return Value(name=f"{name}/{kind}", tensors=tensors, kind=ValueKind.ORDERED)
+        return Value(name=f"{name}/{kind}", tensors=tensors, kind=ValueKind.ORDERED, tiers=tiers)
 
     inputs = value("inputs", sizes.hidden, layout.dtype)
     if level == 1:

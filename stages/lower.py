@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from engine.budget import Tier
 from engine.plan import Cost, Plan, Stage, Stream, Value
 from models.geometry import Geometry, StateLayout
 from stages import names
@@ -28,7 +29,8 @@ from stages.tree import Chunk, Node, chunks_of, waves_of
 class Lowering:
     """Adds the stages of the token trees of one update to a plan.
 
-    ``update`` is the update's prefix; ``head_apart`` and ``lookup_apart`` say whether a tied embedding's gradient has
+    ``update`` is the update's prefix; ``state_tiers`` are those that state, cotangents and stored inputs may live on;
+    ``head_apart`` and ``lookup_apart`` say whether a tied embedding's gradient has
     an accumulator beside the parameters' own for the head's share, or for the look-up's (`stages.lookup`);
     ``works`` collects the scored chunks in the order in which they are scored,
     ``sampled`` the stages whose tokens are sampled, which may turn out to need less than is planned for them.
@@ -43,6 +45,7 @@ class Lowering:
     chunk_tokens: int
     branches_at_once: int
     stored_inputs: int
+    state_tiers: tuple[Tier, ...]
     exact: bool
     head_apart: bool
     lookup_apart: bool
@@ -96,7 +99,7 @@ class Lowering:
         kept = node.max_inputs if node.children else (chunks[-1].start if len(nodes) == 1 else 0)
         columns = make_columns(node.name, kept, self.layout, with_cotangents=self._has_cotangents(node))
         for column in columns:
-            for value in column_values(column, self.layout):
+            for value in column_values(column, self.layout, self.state_tiers):
                 self.plan.value(value)
         return columns
 
@@ -110,7 +113,7 @@ class Lowering:
             chunk=chunk,
             visible=path + before(state, chunk.start),
             own=between(state, chunk.start, chunk.stop),
-            kept=kept_inputs(name, chunk, self.sizes, self.layout, level=level),
+            kept=kept_inputs(name, chunk, self.sizes, self.layout, level=level, tiers=self.state_tiers),
             layout=self.layout,
             head=self.head,
         )

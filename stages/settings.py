@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.budget import Tier
 from engine.errors import UsageError
-from engine.plan import Choices
+from engine.plan import ALL_TIERS, Choices
 from engine.source import source_digest
 from stages.advantages import Baseline
 from stages.checks import check_count, check_seed
@@ -41,6 +42,7 @@ class GrpoSettings:
     the run (`stages.learning_rate`). ``optimizer_state`` is a file to go on from, ``save_optimizer`` leaves one.
     ``first_step`` is the number of the run's first step where it goes on from another run: it counts in random numbers
     and in metrics.
+    ``state_tier`` is where state, its cotangents and stored inputs live: ``auto`` leaves that to the planner.
     ``checkpoint_every`` counts steps; the last step always leaves a checkpoint.
     """
 
@@ -59,6 +61,7 @@ class GrpoSettings:
     seed: int = 0
     baseline: Baseline = "mean"
     page_tokens: int = DEFAULT_PAGE_TOKENS
+    state_tier: str = "auto"
     fixed: Choices = field(default_factory=dict)
     update_weights: bool = True
 
@@ -67,6 +70,8 @@ class GrpoSettings:
             raise UsageError(f"gradient={self.gradient!r} is not known; choose exact or stop-prompt")
         if not 0 < self.temperature < float("inf"):
             raise UsageError(f"temperature={self.temperature!r} must be a positive number")
+        if self.state_tier not in ("auto", *ALL_TIERS):
+            raise UsageError(f"state_tier={self.state_tier!r} is not known; choose auto, device, host or disk")
         check_seed(self.seed)
         check_count("first_step", self.first_step, least=0)
         counts = {"page_tokens": self.page_tokens, "epochs_per_step": self.epochs_per_step}
@@ -74,6 +79,11 @@ class GrpoSettings:
             counts["checkpoint_every"] = self.checkpoint_every
         for name, value in {**self.fixed, **counts}.items():
             check_count(name, value, least=0 if name == "stored_inputs" else 1)
+
+    @property
+    def state_tiers(self) -> tuple[Tier, ...]:
+        """The tiers that state, its cotangents and stored inputs may live on."""
+        return ALL_TIERS if self.state_tier == "auto" else (Tier(self.state_tier),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +154,7 @@ _RUN_NAMES = (
     "optimizer_state", "save_optimizer", "checkpoint_every",
 )  # fmt: skip
 _CHOICE_NAMES = ("chunk_tokens", "branches_at_once", "head_rows", "stored_inputs")
-_OWN_NAMES = ("gradient", "temperature", "seed", "baseline", "page_tokens")
+_OWN_NAMES = ("gradient", "temperature", "seed", "baseline", "page_tokens", "state_tier")
 
 
 def step_settings(*, dtype: torch.dtype, **flat: Any) -> GrpoSettings:

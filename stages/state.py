@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.budget import Tier
 from engine.context import StageContext
-from engine.plan import TensorSpec, Value, ValueKind
+from engine.plan import ALL_TIERS, TensorSpec, Value, ValueKind
 from engine.streams import Place
 from models.geometry import StateLayout
 
@@ -90,12 +91,12 @@ def make_columns(node: str, tokens: int, layout: StateLayout, *, with_cotangents
     )
 
 
-def column_values(column: Column, layout: StateLayout) -> list[Value]:
-    """Return the Values of a column."""
+def column_values(column: Column, layout: StateLayout, tiers: tuple[Tier, ...] = ALL_TIERS) -> list[Value]:
+    """Return the Values of a column, which may live on ``tiers``."""
     shape = (layout.layers * column.pages, 2, layout.heads, column.page_tokens, layout.head_dim)
     named = [(column.state, layout.dtype), (column.cotangent, layout.cotangent_dtype)]
     return [
-        Value(name=name, tensors={"kv": TensorSpec(shape=shape, dtype=dtype)}, kind=ValueKind.ORDERED)
+        Value(name=name, tensors={"kv": TensorSpec(shape=shape, dtype=dtype)}, kind=ValueKind.ORDERED, tiers=tiers)
         for name, dtype in named
         if name is not None
     ]

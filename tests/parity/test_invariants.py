@@ -7,6 +7,7 @@ bits, 6 device peak depends on neither prompt nor group size, 7 ratios are exact
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.budget import Budget, Tier
+from engine.errors import UsageError
 from engine.hardware import PROFILES
 from engine.plan import Plan
-from engine.schedule import device_floor, make_schedule, staging_need
+from engine.schedule import Create, device_floor, make_schedule, staging_need
 from stages import AdamWOptions, Group, GrpoSettings, GrpoSpace, LossConfig, loss_stage, names, state
 from stages.audit import max_rel_err
 from stages.losses import evaluate_loss
@@ -41,6 +43,7 @@ from tests.helpers import (
 )
 
 CHOICES = {"chunk_tokens": 8, "branches_at_once": 2, "head_rows": 8}
+STATE = re.compile("/(state|cotangent|inputs|attention|logsumexp)(/|$)")
 CHUNK_KINDS = ("prefill", "score", "replay", "sweep")
 
 
@@ -88,6 +91,29 @@ def test_the_tier_that_pages_live_on_changes_no_bit_of_gradient_and_checkpoint(
         assert same_bits(checkpoint_tensors(done[name].checkpoint), checkpoint_tensors(done["device"].checkpoint))
         for key in ("loss", "grad_norm", "metrics"):
             assert done[name].outcome.results[key] == done["device"].outcome.results[key]
+
+
+@pytest.mark.parametrize("stored", [0, 2])
+def test_state_lives_on_the_tier_that_is_asked_for_and_the_bits_are_the_same(
+    stored: int, policy: Path, tmp_path: Path
+) -> None:
+    done, group = {}, random_group(1, 30, [14, 5, 9])
+    for tier in Tier:
+        chosen = settings_of(state_tier=str(tier), fixed={**CHOICES, "stored_inputs": stored})
+        done[tier] = run_step(step_space(policy, [group], chosen), tmp_path / tier)
+    for tier, item in done.items():
+        values = [value for name, value in item.planned.plan.values.items() if STATE.search(name)]
+        assert {value.tiers for value in values} == {(tier,)}
+        created = {(i.value, i.tier) for i in item.planned.schedule.instructions if isinstance(i, Create)}
+        assert {(value.name, tier) for value in values} <= created
+        assert item.outcome.measured_peak_bytes[tier] <= item.planned.peak_bytes[tier]
+        assert same_bits(item.gradients, done[Tier.DEVICE].gradients)
+    assert done[Tier.HOST].planned.peak_bytes[Tier.DEVICE] < done[Tier.DEVICE].planned.peak_bytes[Tier.DEVICE]
+
+
+def test_a_state_tier_that_does_not_exist_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="state_tier='moon' is not known; choose auto, device, host or disk"):
+        settings_of(state_tier="moon")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
