@@ -61,6 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     simulate = add("simulate", "say what a plan would need and take, without running it")
     add_budget(simulate)
     add_pictures(simulate)
+    fit = add("fit", "find the largest parameter of a plan that fits, and the smallest budget that works")
+    fit.add_argument(
+        "--vary", metavar="NAME", action="append", default=[],
+        help="a parameter of the plan function that is a whole number, or device, host or disk; repeatable "
+        "(default: prompt_tokens and group_size where the plan has them, and all three tiers)",
+    )  # fmt: skip
+    add_budget(fit)
     audit = add("audit", "compare the planned gradient with dense autograd")
     add_budget(audit, times=False)
     show = add("show", "draw a plan's graph and list its stages, or say what a run directory holds")

@@ -157,6 +157,33 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _fit(arguments: argparse.Namespace) -> int:
+    from engine.hardware import load_profile
+
+    profile, settings = load_profile(arguments.hardware), parse_settings(arguments.settings)
+    parse_budget(arguments.budget, default_budget(Path()))
+    file = find_plan(arguments.plan)
+    plan = file.plan(settings)
+    from engine.fit import Fitter
+    from engine.fit_report import describe_fit
+    from engine.progress import say
+
+    fitter = Fitter(
+        file=file, settings=settings, budget=_budget(arguments, plan, Path()), profile=profile, plan=plan, say=say
+    )
+    names = list(dict.fromkeys(arguments.vary)) or fitter.usual_names()
+    fitter.check(names)
+    answers = [fitter.answer(name) for name in names]
+    data = {
+        "plan": plan.name,
+        "feasible": any(answer.value is not None for answer in answers),
+        "budget_bytes": fitter.budget.as_dict(),
+        "vary": {answer.name: answer.as_dict() for answer in answers},
+    }
+    _emit(arguments, data, lambda: describe_fit(plan.name, fitter.budget, answers))
+    return 0 if data["feasible"] else DoesNotFitError.exit_code
+
+
 def _execute(arguments: argparse.Namespace) -> int:
     from engine.run import default_run_path
 
@@ -400,6 +427,7 @@ def _comparable(value: object) -> object:
 _COMMANDS = {
     "execute": _execute,
     "simulate": _simulate,
+    "fit": _fit,
     "audit": _audit,
     "calibrate": _calibrate,
     "show": _show,

@@ -55,8 +55,29 @@ class PlanFile:
             raise UsageError(f"{self.path}: {self.build.__name__}() returned {type(plan).__name__}, not a Plan")
         return plan
 
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The plan function's arguments by name."""
+        return inspect.signature(self.build).parameters
+
+    def whole_numbers(self, settings: Mapping[str, str]) -> dict[str, int | None]:
+        """Return those arguments that are whole numbers, as ``settings`` or the defaults have them, None for none.
+
+        Raises:
+            UsageError: as `plan` does for its settings.
+        """
+        given = self._arguments(settings)
+        found: dict[str, int | None] = {}
+        for name, parameter in self.parameters.items():
+            value = given.get(name, parameter.default)
+            hint = _hint(self.build, name)
+            union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+            if hint is int or (union and int in typing.get_args(hint)):
+                found[name] = value if type(value) is int else None
+        return found
+
     def _arguments(self, settings: Mapping[str, str]) -> dict[str, object]:
-        parameters = inspect.signature(self.build).parameters
+        parameters = self.parameters
         unknown = [name for name in settings if name not in parameters]
         if unknown:
             raise UsageError(

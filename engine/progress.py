@@ -37,7 +37,7 @@ class Progress:
             self._bar.update(1)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or self._done == self._num_stages:
             self._last_line = time.monotonic()
-            _say(
+            say(
                 f"[{self._done}/{self._num_stages}] {stage.name} "
                 f"(device {format_bytes(planned_bytes[Tier.DEVICE])} planned)"
             )
@@ -48,7 +48,7 @@ class Progress:
             self._bar.close()
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Print a line; a run goes on when nobody reads its progress any more."""
     with contextlib.suppress(BrokenPipeError):
         print(line, file=sys.stderr, flush=True)

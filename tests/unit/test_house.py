@@ -31,7 +31,8 @@ TOP_LEVEL_FOLDERS = [*MAY_IMPORT, "docs", "tests"]
 # Events in, instructions out: these can be read, tested and run on a laptop without torch.
 PURE_CORE = [
     "authoring", "budget", "driver", "errors", "hardware", "journal", "ledger", "order", "origin", "own_stage", "parts",
-    "needs", "placement", "placer", "plan", "planner", "schedule", "simulated", "source", "trace", "units", "windows",
+    "needs", "placement", "placer", "plan", "planner", "schedule", "search", "simulated",
+    "source", "trace", "units", "windows",
 ]  # fmt: skip
 
 # Imported where they are found, by code that says what to do where they are not.

@@ -357,3 +357,11 @@ def test_a_setting_without_name_or_value_is_refused(item: str) -> None:
 def test_a_setting_given_twice_is_refused_even_with_equal_values() -> None:
     with pytest.raises(UsageError, match="--set a is given twice: '1' and '1'"):
         parse_settings(["a=1", "b=2", "a=1"])
+
+
+def test_whole_numbers_are_those_arguments_that_may_be_one_with_what_they_are_now(write: WriteFile) -> None:
+    file = find_plan(write(ANNOTATED))
+    assert file.whole_numbers({}) == {"whole": 1, "maybe": None, "either": None}
+    assert file.whole_numbers({"whole": "7", "maybe": "3", "either": "text"}) == {
+        "whole": 7, "maybe": 3, "either": None,
+    }  # fmt: skip
