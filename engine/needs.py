@@ -101,6 +101,16 @@ class Needs:
         return [number for number, value in enumerate(self.values) if Tier.DEVICE in value.tiers and not value.pinned]
 
     @cached_property
+    def visiting(self) -> list[int]:
+        """The movable Values that some stage uses as a resident; the others are only streamed."""
+        return [number for number in self.movable if any(use.resident for use in self.uses[number])]
+
+    @cached_property
+    def changes_at(self) -> list[dict[int, bool]]:
+        """For every Value, the stages that use it, and whether they change it."""
+        return [{use.stage: use.changes for use in mine} for mine in self.uses]
+
+    @cached_property
     def outside(self) -> list[int]:
         """The Values that are never on the device."""
         return [number for number, value in enumerate(self.values) if Tier.DEVICE not in value.tiers]
@@ -114,7 +124,7 @@ class Needs:
     def visiting_bytes(self) -> Bytes:
         """Device bytes of the movable Values that each stage uses as residents."""
         total = np.zeros(self.num_stages, dtype=np.int64)
-        for number in self.movable:
+        for number in self.visiting:
             for use in self.uses[number]:
                 if use.resident:
                     total[use.stage] += self.nbytes[number]
@@ -191,7 +201,7 @@ def touches(plan: Plan, stream: Stream) -> Iterator[Touch]:
     for position, name in enumerate(stream.values):
         value = plan.values[name]
         if not value.pinned:
-            spec = next(iter(value.tensors.values()))
-            pieces = stream.passes * (stream.pieces[position] if stream.pieces else spec.num_pieces)
-            nbytes = pieces * spec.piece_bytes
+            num_pieces, piece_bytes = value.streamed_pieces
+            pieces = stream.passes * (stream.pieces[position] if stream.pieces else num_pieces)
+            nbytes = pieces * piece_bytes
             yield Touch(name, nbytes if stream.buffered else 0, nbytes if stream.updates else 0, pieces)

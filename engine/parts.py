@@ -49,11 +49,11 @@ class TensorSpec:
         if self.piece_rows < 1 or rows % self.piece_rows:
             raise PlanError(f"piece_rows={self.piece_rows!r} must divide the {rows} rows of shape={shape!r}")
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.num_elements * ITEM_BYTES[self.dtype]
 
@@ -102,10 +102,16 @@ class Value:
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.tensors.values())
 
-    @property
+    @cached_property
     def pinned(self) -> bool:
         """True if it can live on the device only."""
         return self.tiers == (Tier.DEVICE,)
+
+    @cached_property
+    def streamed_pieces(self) -> tuple[int, int]:
+        """How many pieces its first tensor has, which is the one that streams go through, and the bytes of each."""
+        spec = next(iter(self.tensors.values()))
+        return spec.num_pieces, spec.piece_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

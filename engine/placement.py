@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 from engine.budget import Tier
@@ -75,7 +76,14 @@ class Placement:
 
     def stays(self, number: int) -> bool:
         """Return whether a Value is on the device for life."""
-        return self.windows.get(number) == (self.life(number),)
+        return number in self._staying
+
+    @cached_property
+    def _staying(self) -> frozenset[int]:
+        births, deaths = self.needs.births.tolist(), self.needs.deaths.tolist()
+        return frozenset(
+            number for number, mine in self.windows.items() if mine == ((births[number], deaths[number]),)
+        )
 
     def life(self, number: int) -> Window:
         """Return the stages from a Value's birth to its death."""
@@ -84,19 +92,21 @@ class Placement:
     def steps_of(self, number: int) -> Iterator[Step]:
         """Yield what happens to a Value, in order."""
         value, uses = self.needs.values[number], self.needs.uses[number]
-        if value.pinned or self.stays(number):
-            yield Step(uses[0].stage, True, Event.CREATE, number, Tier.DEVICE)
-            if not value.keep:
-                yield Step(uses[-1].stage, False, Event.DROP, number, Tier.DEVICE)
-        else:
+        always = value.pinned or self.stays(number)
+        if not always and self.windows.get(number):
             yield from self._coming_and_going(number)
+            return
+        place = Tier.DEVICE if always else self.homes.get(number, Tier.HOST)
+        yield Step(uses[0].stage, True, Event.CREATE, number, place)
+        if not value.keep:
+            yield Step(uses[-1].stage, False, Event.DROP, number, place)
 
     def _coming_and_going(self, number: int) -> Iterator[Step]:
         needs, home = self.needs, self.homes.get(number, Tier.HOST)
         birth, death = self.life(number)
-        used = {use.stage: use.changes for use in needs.uses[number]}
-        windows = self.windows.get(number, ())
-        at_home = not windows or windows[0].first > birth
+        used = needs.changes_at[number]
+        windows = self.windows[number]
+        at_home = windows[0].first > birth
         if at_home:
             yield Step(birth, True, Event.CREATE, number, home)
         for first, last in windows:

@@ -36,8 +36,9 @@ from engine.placement import Event, Placement, Step, Window
 from engine.units import format_bytes
 from engine.windows import Item, Search, Visit
 
-RUNGS_AN_OCTAVE = 4
-# Of what a budget has beyond the least: a packing leaves at most 16 % of that unused.
+NUM_RUNGS, RUNGS_AN_OCTAVE = 17, 4
+# Of what the device may hold beyond the least, from everything down to a sixteenth: within these, a packing leaves
+# at most 16 % of that unused. Below, chains fill the device.
 
 MOST_UNITS = 20_000
 # Of a plan that packings are made for: beyond, they take seconds each.
@@ -404,14 +405,11 @@ class Placer:
 
     def _rungs(self, device_bytes: int) -> Iterator[int]:
         """Yield the budgets up to ``device_bytes`` that packings are made for; they depend on the plan alone."""
-        spare = min(device_bytes, self.everything_bytes) - self.least_bytes
-        if spare < 0:
-            return
-        yield self.least_bytes
-        number = 0
-        while (rung := int(2.0 ** (number / RUNGS_AN_OCTAVE))) <= spare:
-            yield self.least_bytes + rung
-            number += 1
+        spare = self.everything_bytes - self.least_bytes
+        for number in range(NUM_RUNGS):
+            rung = self.least_bytes + int(spare * 2.0 ** (-number / RUNGS_AN_OCTAVE))
+            if self.least_bytes <= rung <= device_bytes:
+                yield rung
 
     def _packing(self, device_bytes: int) -> Placement:
         needs = self.needs
