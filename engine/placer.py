@@ -46,7 +46,9 @@ MOST_UNITS = 20_000
 MOST_STAGES_OF_SEARCH, MOST_USES_OF_SEARCH = 64, 1000
 # Of a plan that is searched: that takes up to some seconds.
 
-RUNGS_A_VALUE, LEAST_RUNGS, MOST_RUNGS = 2, 8, 32
+RUNGS_A_VALUE, LEAST_RUNGS, MOST_RUNGS, CROWDING = 3, 8, 64, 1.5
+# Rungs of the search; they are closer to each other near the least, where a byte counts most.
+
 ROUNDS_A_VALUE, MOST_ROUNDS = 3, 100
 # Of a search: with three times as many rounds, plans of 30 stages get less than a percent faster.
 
@@ -322,11 +324,12 @@ class Placer:
             return
         num_values = len(self._chain_order)
         num_rungs = max(LEAST_RUNGS, min(MOST_RUNGS, RUNGS_A_VALUE * num_values))
-        step = max(1, -(-(self.everything_bytes - self.least_bytes) // num_rungs))
-        num_within = min(num_rungs, 1 + (device_bytes - self.least_bytes) // step)
+        spread = self.everything_bytes - self.least_bytes
+        rungs = [self.least_bytes + int(spread * (rung / num_rungs) ** CROWDING) for rung in range(num_rungs)]
+        num_within = sum(rung <= device_bytes for rung in rungs)
         while len(self._rungs_found) < num_within:
             search = self._search
-            search.cap_bytes = self.least_bytes + len(self._rungs_found) * step
+            search.cap_bytes = rungs[len(self._rungs_found)]
             search.double_where_there_is_room(range(self.needs.num_stages))
             search.improve_each()
             search.improve(min(MOST_ROUNDS, ROUNDS_A_VALUE * num_values))
