@@ -76,7 +76,8 @@ class Trial:
         """Return a forecast within ``budget`` under the first of few choices that fits.
 
         Raises:
-            DoesNotFitError: none of them does; of their refusals, that which needs the fewest device bytes.
+            DoesNotFitError: none of them does; the refusal of those choices that need the fewest device bytes, or of
+                the last, which is the leanest, where the device is not what is too small.
         """
         refusals: list[DoesNotFitError] = []
         for choices in self._few_choices(hint):
@@ -84,7 +85,7 @@ class Trial:
                 return self._with(choices).forecast(budget)
             except DoesNotFitError as error:
                 refusals.append(error)
-        raise min(refusals, key=_needed_device_bytes)
+        raise min(reversed(refusals), key=lambda error: max(budget.device_bytes, _needed_device_bytes(error)))
 
     def faster(self, known: Forecast) -> Forecast:
         """Return a forecast within the same budget that no step on one ladder of the choices makes faster."""
@@ -254,7 +255,7 @@ class _Probe:
             except UsageError as error:
                 self.refusals[value], answer = error, f"is refused: {error}"
             self.last_s = self.fitter.clock() - began
-            self.fitter.say(f"{self.name} {self._shown(value)}: {answer} (planned in {format_seconds(self.last_s)})")
+            self.fitter.say(f"{self.name} {self._shown(value)}: {answer}")
         return value in self._forecasts
 
     def accepts(self, value: int) -> bool:
