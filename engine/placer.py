@@ -40,8 +40,8 @@ NUM_RUNGS, RUNGS_AN_OCTAVE = 17, 4
 # Of what the device may hold beyond the least, from everything down to a sixteenth: within these, a packing leaves
 # at most 16 % of that unused. Below, chains fill the device.
 
-MOST_UNITS = 20_000
-# Of a plan that packings are made for: beyond, they take seconds each.
+MOST_PACKED_UNITS = 20_000
+# In all packings of a plan together: about a second's work. Large plans have fewer rungs, the largest none.
 
 MOST_STAGES_OF_SEARCH, MOST_USES_OF_SEARCH = 64, 1000
 # Of a plan that is searched: that takes up to some seconds.
@@ -252,7 +252,7 @@ class Placer:
                 yield chain
         if self._is_small:
             yield from self._found_up_to(device_bytes)
-        elif len(self.units) <= MOST_UNITS:
+        else:
             yield from (self._packing(rung) for rung in self._rungs(device_bytes))
 
     # Chains
@@ -409,7 +409,8 @@ class Placer:
     def _rungs(self, device_bytes: int) -> Iterator[int]:
         """Yield the budgets up to ``device_bytes`` that packings are made for; they depend on the plan alone."""
         spare = self.everything_bytes - self.least_bytes
-        for number in range(NUM_RUNGS):
+        every = -(-NUM_RUNGS * len(self.units) // MOST_PACKED_UNITS)
+        for number in range(every // 2, NUM_RUNGS, max(1, every)):
             rung = self.least_bytes + int(spare * 2.0 ** (-number / RUNGS_AN_OCTAVE))
             if self.least_bytes <= rung <= device_bytes:
                 yield rung
