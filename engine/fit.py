@@ -129,7 +129,7 @@ class Trial:
         ladders = {} if space is None else space.ladders
         key = tuple((name, choices[name]) for name in ladders)
         if key not in self._fixed:
-            self._fixed[key] = replace(self.planner, fixed=dict(key), _sketches={}, _placers={})
+            self._fixed[key] = replace(self.planner, fixed=dict(key), _lowered={}, _placers={})
         return self._fixed[key]
 
 
@@ -223,7 +223,7 @@ class Fitter:
         if found.bad is not None:
             limit = f"with {found.bad} bytes: {probe.refusals[found.bad]}"
         elif tier is Tier.DEVICE:
-            limit = f"stage {planner.smallest[2].name} needs it under all choices"
+            limit = f"stage {planner.smallest_stage.name} needs it under all choices"
         else:
             limit = "none is needed"
         return probe.fitted(found, limit)

@@ -81,14 +81,21 @@ class ChoiceSpace(Protocol):
     def leanest(self) -> Sequence[Choices]:
         """Return choices among which those are that need the fewest device bytes of all."""
 
-    def levers(self, stage: Stage) -> Collection[str]:
-        """Return the choices that may change what a stage like this one needs on the device; all of them."""
+    @property
+    def gradual(self) -> Collection[str]:
+        """The choices that trade time for device bytes step by step; the planner takes them along one path."""
+
+    def levers(self, stage: Stage) -> Sequence[str]:
+        """Return the choices that may change what a stage like this one needs on the device: all, best first."""
 
     def lower(self, choices: Choices) -> Plan:
         """Return the plan under ``choices``."""
 
     def sketch(self, choices: Choices) -> Plan:
-        """Return a plan with the device floor of ``lower(choices)``, smaller where much of that one repeats itself."""
+        """Return the plan under ``choices`` with each kind of step once."""
+
+    def outline(self, choices: Choices) -> Plan:
+        """Return a plan with the device floor of ``lower(choices)``, as small as can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,10 +257,16 @@ class Plan:
         return bare
 
     def sketched(self, choices: Choices) -> Plan:
-        """Return a plan with the device floor of ``lowered(choices)``, as small as can be."""
+        """Return the plan under ``choices`` with each kind of step once; a plan with additions as it is."""
         if self.space is None or self._has_additions():
             return self.lowered(choices)
         return self.space.sketch(choices)
+
+    def outlined(self, choices: Choices) -> Plan:
+        """Return a plan with the device floor of ``lowered(choices)``, as small as can be."""
+        if self.space is None or self._has_additions():
+            return self.lowered(choices)
+        return self.space.outline(choices)
 
     def _has_additions(self) -> bool:
         return self._own is not None and self._own != (len(self.stages), len(self.values))

@@ -1,21 +1,22 @@
 """From a plan and a budget to choices and a schedule: the fastest that fits.
 
-A plan's `ChoiceSpace` is a lattice: every choice has a ladder of values from the fastest to the slowest. A `Planner`
-searches it best-first by a bound that no budget improves on, the plan's compute time. It schedules what fits, and goes
-on while anything could still be faster than the best so far. Where a stage does not fit, only the choices that change
-what that stage needs are pulled, so a budget that is missed by a byte pulls the next lever.
+A plan's `ChoiceSpace` has a ladder of values for every choice, from the fastest to the slowest. They make a lattice
+(`engine.lattice`), which a `Planner` searches best-first by a bound that no budget improves on, the plan's compute
+time. It schedules what fits, and goes on while anything in the lattice could still be faster than the best so far.
+Where a stage does not fit, only the choices that change what that stage needs are pulled, so a budget that is missed by
+a byte pulls the next lever.
 
-Guarantees: what is found is the fastest of all choices that fit, as far as `make_schedule` schedules each, provided
-that compute time does not fall along a ladder; a larger budget gives no slower plan; a plan that is refused for its
-device bytes fits under no choice: ``smallest_device_bytes`` is the lowest floor of any of them.
+Guarantees: what is found is the fastest in the lattice that fits, as far as `make_schedule` schedules each, provided
+that compute time does not fall along a ladder; the lattice does not depend on the budget, so a larger one gives no
+slower plan; a plan that is refused for its device bytes fits under no choice: ``smallest_device_bytes`` is the lowest
+floor of any of them.
 
 Plans that repeat steps are judged by a sketch that has each kind of step once.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -23,6 +24,7 @@ from engine.budget import Budget, Tier
 from engine.driver import drive
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
+from engine.lattice import Frontier, Lattice
 from engine.needs import needs_of
 from engine.origin import at
 from engine.placement import Placement
@@ -113,34 +115,6 @@ class Found:
     seconds: float
 
 
-class _Frontier:
-    """Choices that are still to be looked at, by the least seconds that they can take; none comes twice."""
-
-    def __init__(self, ladders: Mapping[str, Sequence[int]]) -> None:
-        self._ladders = ladders
-        start = (0,) * len(ladders)
-        self._heap: list[tuple[float, tuple[int, ...]]] = [(0.0, start)]
-        self._seen = {start}
-
-    def pop(self) -> tuple[float, tuple[int, ...]] | None:
-        """Return the next choices, as positions on their ladders, with the least seconds that are known of them."""
-        return heapq.heappop(self._heap) if self._heap else None
-
-    def push(self, least_s: float, positions: tuple[int, ...]) -> None:
-        heapq.heappush(self._heap, (least_s, positions))
-
-    def push_slower(self, least_s: float, positions: tuple[int, ...], levers: Collection[str]) -> None:
-        """Put in what is one step down the ladder of each of ``levers``."""
-        for index, (name, ladder) in enumerate(self._ladders.items()):
-            slower = (*positions[:index], positions[index] + 1, *positions[index + 1 :])
-            if name in levers and slower[index] < len(ladder) and slower not in self._seen:
-                self._seen.add(slower)
-                self.push(least_s, slower)
-
-    def choices(self, positions: tuple[int, ...]) -> Choices:
-        return {name: ladder[place] for (name, ladder), place in zip(self._ladders.items(), positions, strict=True)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Planner:
     """Plans one plan for given hardware, for one budget after another; what it has lowered it remembers.
@@ -151,7 +125,7 @@ class Planner:
     plan: Plan
     profile: HardwareProfile
     fixed: Choices = field(default_factory=dict)
-    _sketches: dict[tuple[tuple[str, int], ...], Plan] = field(default_factory=dict, repr=False)
+    _lowered: dict[Hashable, Plan] = field(default_factory=dict, repr=False)
     _placers: dict[int, Placer] = field(default_factory=dict, repr=False)  # each holds its plan, so ids stay unique
 
     def forecast(self, budget: Budget) -> Forecast:
@@ -172,28 +146,47 @@ class Planner:
     def best(self, budget: Budget) -> Found:
         """Return the fastest choices within ``budget``. Raises DoesNotFitError as `forecast` does."""
         self._check_smallest(budget)
-        frontier, best = _Frontier(self._ladders), None
+        lattice, best = self._lattice, None
+        frontier = Frontier(lattice.sizes)
         refused: list[tuple[Choices, DoesNotFitError]] = []
         while (item := frontier.pop()) is not None and (best is None or item[0] < best.seconds):
-            (least_s, positions), sketch = item, self._sketch(frontier.choices(item[1]))
-            placer = self._placer(sketch)
-            if placer.total_compute_s > least_s:
-                frontier.push(placer.total_compute_s, positions)
+            (least_s, place), choices = item, lattice.choices(item[1])
+            need, binding = self._floor(choices)
+            if need > budget.device_bytes:
+                frontier.push_further(least_s, place, lattice.axes_of(self._levers(binding)))
                 continue
-            levers: Collection[str] = self._ladders
-            if placer.least_bytes > budget.device_bytes:
-                levers = self._levers(placer.binding_stage)
-            else:
-                try:
-                    placement, seconds = self._placed(sketch, budget)
-                    if best is None or seconds < best.seconds:
-                        best = Found(sketch=sketch, placement=placement, seconds=seconds)
-                except DoesNotFitError as error:
-                    refused.append((sketch.choices, error))
-            frontier.push_slower(least_s, positions, levers)
+            sketch = self._sketch(choices)
+            compute_s = self._placer(sketch).total_compute_s
+            if compute_s > least_s:
+                frontier.push(compute_s, place)
+                continue
+            best = self._better(best, sketch, budget, refused)
+            frontier.push_further(least_s, place, lattice.every_axis)
+        return best or self._leanest_that_fits(budget, refused)
+
+    def _leanest_that_fits(self, budget: Budget, refused: list[tuple[Choices, DoesNotFitError]]) -> Found:
+        """Return the fastest of the leanest choices, where nothing in the lattice fits. Raises DoesNotFitError."""
+        best, tried = None, [dict(choices) for choices, _ in refused]
+        for choices in self._leanest:
+            sketch = self._sketch(choices)
+            if sketch.choices not in tried and self._floor(choices)[0] <= budget.device_bytes:
+                best = self._better(best, sketch, budget, refused)
         if best is None:
             raise _none_fits(refused)
         return best
+
+    def _better(
+        self, best: Found | None, sketch: Plan, budget: Budget, refused: list[tuple[Choices, DoesNotFitError]]
+    ) -> Found | None:
+        """Return the faster of ``best`` and a sketch; one that host and disk have no room for is ``refused``."""
+        try:
+            placement, seconds = self._placed(sketch, budget)
+        except DoesNotFitError as error:
+            refused.append((sketch.choices, error))
+            return best
+        if best is not None and best.seconds <= seconds:
+            return best
+        return Found(sketch=sketch, placement=placement, seconds=seconds)
 
     def offers(self, budget: Budget) -> list[Offer]:
         """Return what device budgets buy, the other tiers being as they are: the Pareto front of bytes and time.
@@ -207,7 +200,7 @@ class Planner:
         sizes = [self.smallest[1], budget.device_bytes]
         sizes += [int(budget.device_bytes * factor) for factor in _LARGER_BUDGETS]
         found: list[Offer] = []
-        for nbytes in sorted(size for size in sizes if size >= self.smallest[1]):
+        for nbytes in sorted({size for size in sizes if size >= self.smallest[1]}):
             try:
                 best = self.best(replace(budget, device_bytes=nbytes))
             except DoesNotFitError:
@@ -220,12 +213,24 @@ class Planner:
         return found
 
     @cached_property
-    def smallest(self) -> tuple[Plan, int, Stage]:
-        """A sketch with the lowest device floor of all choices, that floor in bytes, and the stage that needs it."""
+    def smallest(self) -> tuple[Choices, int]:
+        """The choices with the lowest device floor of all, and that floor in bytes."""
+        return min(((choices, self._floor(choices)[0]) for choices in self._leanest), key=lambda found: found[1])
+
+    @property
+    def _leanest(self) -> list[Choices]:
         space = self.plan.space
-        leanest = [] if space is None else [{**choices, **self._fixed} for choices in space.leanest()]
-        sketches = [self._sketch(choices) for choices in leanest] or [self.plan]
-        return min(((sketch, *device_floor(sketch)) for sketch in sketches), key=lambda found: found[1])
+        return [{}] if space is None else [{**choices, **self._fixed} for choices in space.leanest()]
+
+    @property
+    def smallest_stage(self) -> Stage:
+        """The stage that needs the smallest device budget."""
+        return device_floor(self.plan.lowered(self.smallest[0]))[1]
+
+    @cached_property
+    def _lattice(self) -> Lattice:
+        gradual = () if self.plan.space is None else self.plan.space.gradual
+        return Lattice(self._ladders, gradual, binding=lambda choices: self._levers(self._floor(choices)[1]))
 
     @cached_property
     def _ladders(self) -> Mapping[str, Sequence[int]]:
@@ -238,14 +243,21 @@ class Planner:
         space = self.plan.space
         return {} if space is None else {name: value for name, value in self.fixed.items() if name in space.ladders}
 
-    def _levers(self, stage: Stage) -> Collection[str]:
+    def _levers(self, stage: Stage) -> Sequence[str]:
         return () if self.plan.space is None else self.plan.space.levers(stage)
 
+    def _floor(self, choices: Choices) -> tuple[int, Stage]:
+        """Return the device floor of the plan under ``choices``, and a stage like the one that needs it."""
+        key = ("floor", *choices.items())
+        if key not in self._lowered:
+            self._lowered[key] = self.plan.outlined(choices)
+        return device_floor(self._lowered[key])
+
     def _sketch(self, choices: Choices) -> Plan:
-        key = tuple(choices.items())
-        if key not in self._sketches:
-            self._sketches[key] = self.plan.sketched(choices)
-        return self._sketches[key]
+        key = ("sketch", *choices.items())
+        if key not in self._lowered:
+            self._lowered[key] = self.plan.sketched(choices)
+        return self._lowered[key]
 
     def _whole(self, sketch: Plan) -> Plan:
         """Return the whole plan under the choices of a sketch of it."""
@@ -266,10 +278,12 @@ class Planner:
             raise
 
     def _check_smallest(self, budget: Budget) -> None:
-        sketch, nbytes, stage = self.smallest
+        choices, nbytes = self.smallest
         if nbytes > budget.device_bytes:
-            refusal = _refusal(stage, nbytes, budget, has_choices=self.plan.space is not None)
-            raise DoesNotFitError(refusal, report=self._report(self._whole(sketch), stage.name, budget))
+            whole = self.plan.lowered(choices)
+            need, stage = device_floor(whole)
+            refusal = _refusal(stage, need, budget, has_choices=self.plan.space is not None)
+            raise DoesNotFitError(refusal, report=self._report(whole, stage.name, budget))
 
     def _report(self, plan: Plan, binding_stage: str, budget: Budget) -> dict[str, object]:
         return {

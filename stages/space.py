@@ -10,6 +10,7 @@ and more time, but for the last: storing less takes more arithmetic and fewer by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -68,6 +69,7 @@ class GrpoSpace:
     tokenizer: Any = None
     sampled: SampledSizes = field(default_factory=SampledSizes, init=False)
     _lowered: dict[Hashable, Plan] = field(default_factory=dict, init=False)
+    _outlines: dict[int, GrpoSpace] = field(default_factory=dict, init=False)
     _optimizer: OptimizerState | None = field(default=None, init=False)
     _loss_bytes: dict[Hashable, int] = field(default_factory=dict, init=False)
 
@@ -282,8 +284,29 @@ class GrpoSpace:
     def lower(self, choices: Choices) -> Plan:
         return self._build(choices, range(len(self.steps)))
 
+    @property
+    def gradual(self) -> tuple[str, ...]:
+        return ("head_rows", "branches_at_once", "chunk_tokens")
+
     def sketch(self, choices: Choices) -> Plan:
         return self._build(choices, self._unlike_steps)
+
+    def outline(self, choices: Choices) -> Plan:
+        """See `engine.plan.ChoiceSpace`. Chunks in the middle of a prompt need what their neighbours do."""
+        return self._with_short_prompts(choices["chunk_tokens"]).sketch(choices)
+
+    def _with_short_prompts(self, chunk_tokens: int) -> GrpoSpace:
+        """Return a run of each kind of step once, with prompts that end alike but have few chunks and pages."""
+        if chunk_tokens not in self._outlines:
+            period = math.lcm(chunk_tokens, self.settings.page_tokens)
+            steps = [tuple(_shortened(group, period) for group in self.steps[step]) for step in self._unlike_steps]
+            short = replace(self, steps=tuple(steps))
+            known = {"estimator": self.estimator, "load_workspace_bytes": self.load_workspace_bytes}
+            known["lookups"] = [self.lookups[step] for step in self._unlike_steps]
+            known["has_few_lookups"] = self.has_few_lookups
+            short.__dict__ |= known
+            self._outlines[chunk_tokens] = short
+        return self._outlines[chunk_tokens]
 
     def _build(self, choices: Choices, steps: Sequence[int]) -> Plan:
         key = (tuple(sorted(choices.items())), len(steps))
@@ -302,3 +325,15 @@ class GrpoSpace:
             lengths = tuple(len(group.token_ids) for group in groups if isinstance(group, Prompt))
             first.setdefault(lengths if len(lengths) == len(groups) else step, step)
         return sorted({*first.values(), len(self.steps) - 1})
+
+
+_LEAST_PERIODS = 3
+# Of a prompt in an outline: its first and its last chunks see fewer pages, and those between see as many as need be.
+
+
+def _shortened(group: StepGroup, period: int) -> StepGroup:
+    """Return a group with a prompt that is some multiple of ``period`` tokens shorter."""
+    ids = group.prompt_ids if isinstance(group, Group) else group.token_ids
+    cut = max(0, (len(ids) - 1) // period - _LEAST_PERIODS) * period
+    kept = ids[cut:]
+    return replace(group, prompt_ids=kept) if isinstance(group, Group) else replace(group, token_ids=kept)

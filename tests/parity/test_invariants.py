@@ -320,6 +320,21 @@ def test_four_times_the_prompt_and_eight_responses_instead_of_two_leave_the_devi
     assert floors[1][0] == pytest.approx(floors[0][0], rel=0.02)
 
 
+@pytest.mark.parametrize("stored_inputs", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("prompt", "chunk", "page"), [(161, 32, 32), (1000, 64, 48), (1001, 48, 64), (2048, 64, 16), (640, 256, 64)]
+)
+def test_an_outline_has_the_device_floor_of_the_whole_plan_and_fewer_stages(
+    prompt: int, chunk: int, page: int, stored_inputs: int, policy: Path
+) -> None:
+    fixed = {"chunk_tokens": chunk, "branches_at_once": 2, "head_rows": 16, "stored_inputs": stored_inputs}
+    space = step_space(policy, [random_group(6, prompt, [24] * 4)], settings_of(fixed=fixed, page_tokens=page))
+    whole, outline = space.lower(space.first()), space.outline(space.first())
+    (nbytes, stage), (outlined_bytes, like) = device_floor(whole), device_floor(outline)
+    assert (outlined_bytes, like.kind) == (nbytes, stage.kind)
+    assert len(outline.stages) <= len(whole.stages)
+
+
 def test_with_a_vocabulary_of_250000_the_peak_does_not_grow_with_prompt_times_vocabulary(tmp_path: Path) -> None:
     vocabulary, prompts = 250_000, (201, 801)
     config = tiny_config(

@@ -24,6 +24,7 @@ class Scaled:
 
     plan: Plan
     ladders: Mapping[str, Sequence[int]] = field(default_factory=lambda: {"even": (1, 2, 4), "odd": (1, 2, 4)})
+    gradual: Sequence[str] = ()
 
     def leanest(self) -> list[Choices]:
         return [{"even": 4, "odd": 4}]
@@ -33,6 +34,9 @@ class Scaled:
 
     def _choice(self, stage: Stage) -> str:
         return "odd" if list(self.plan.stages).index(stage.name) % 2 else "even"
+
+    def outline(self, choices: Choices) -> Plan:
+        return self.lower(choices)
 
     def sketch(self, choices: Choices) -> Plan:
         return self.lower(choices)

@@ -56,6 +56,11 @@ class Chain:
             self.plans[rows] = self._build(rows)  # type: ignore[attr-defined]
         return self.plans[rows]  # type: ignore[attr-defined,no-any-return]
 
+    gradual = ("rows",)
+
+    def outline(self, choices: Choices) -> Plan:
+        return self.lower(choices)
+
     def sketch(self, choices: Choices) -> Plan:
         return self.lower(choices)
 

@@ -32,6 +32,8 @@ def nothing(context: Any) -> None:
 class Space:
     """A row or several at once: more of them need more workspace and take less time."""
 
+    gradual = ("at_once",)
+
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.ladders = {"at_once": (16, 8, 4, 2, 1)}
@@ -53,7 +55,7 @@ class Space:
         plan.add(Stage(name="read", kind="work", run=nothing, reads=("state",), cost=Cost(flops=10**6)))
         return plan
 
-    sketch = lower
+    sketch = outline = lower
 
 
 def rows(rows: int = 8, most: int | None = None, flag: bool = False, title: str = "rows") -> Plan:

@@ -31,12 +31,16 @@ class Halving:
         default_factory=lambda: {"rows": (8, 4, 2, 1), "columns": (8, 4, 2, 1)}
     )
     lowered: list[Choices] = field(default_factory=list)
+    gradual: Sequence[str] = ()
 
     def leanest(self) -> list[Choices]:
         return [{"rows": 8, "columns": 1}, {"rows": 1, "columns": 1}]
 
     def levers(self, stage: Stage) -> list[str]:
         return [stage.name]
+
+    def outline(self, choices: Choices) -> Plan:
+        return self.lower(choices)
 
     def sketch(self, choices: Choices) -> Plan:
         return self.lower(choices)
