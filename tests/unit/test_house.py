@@ -31,7 +31,7 @@ TOP_LEVEL_FOLDERS = [*MAY_IMPORT, "docs", "tests"]
 # Events in, instructions out: these can be read, tested and run on a laptop without torch.
 PURE_CORE = [
     "authoring", "budget", "driver", "errors", "hardware", "journal", "ledger", "order", "origin", "own_stage", "parts",
-    "needs", "placement", "placer", "plan", "planner", "schedule", "search", "simulated",
+    "lattice", "needs", "placement", "placer", "plan", "planner", "schedule", "search", "simulated",
     "source", "trace", "units", "windows",
 ]  # fmt: skip
 
