@@ -42,7 +42,9 @@ class Budget:
     disk_bytes: int
 
     def __getitem__(self, tier: Tier) -> int:
-        return {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}[tier]
+        if tier is Tier.DEVICE:
+            return self.device_bytes
+        return self.host_bytes if tier is Tier.HOST else self.disk_bytes
 
     def as_dict(self) -> dict[str, int]:
         """Return the bytes by the tiers' names."""

@@ -30,14 +30,6 @@ Seconds = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 
 
-class Use(NamedTuple):
-    """A stage, by number, that uses a Value."""
-
-    stage: int
-    resident: bool
-    changes: bool
-
-
 class Touch(NamedTuple):
     """Bytes of a Value that a stream brings in, takes out, or both, and in how many pieces."""
 
@@ -47,12 +39,18 @@ class Touch(NamedTuple):
     num_pieces: int
 
 
-class StreamUse(NamedTuple):
-    """A stage and a Value, by number, that it streams."""
+@dataclass(frozen=True, kw_only=True)
+class StreamUses:
+    """Every use of a Value in a stream, as columns: stage and Value by number, and what `Touch` has."""
 
-    stage: int
-    value: int
-    touch: Touch
+    stages: Numbers
+    values: Numbers
+    in_bytes: Bytes
+    out_bytes: Bytes
+    num_pieces: Numbers
+
+    def __len__(self) -> int:
+        return len(self.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +59,9 @@ class Needs:
 
     Attributes:
         names: the Values' names by number.
-        uses: the uses of every Value, in the order of stages.
-        streams: every use of a Value in a stream that is not pinned.
+        used_at, resident_at, changed_at: for every Value the stages that use it, that use it as a resident, and that
+            change it, each in order.
+        streams: every use of a Value in a stream, but for pinned ones.
         nbytes, births, deaths: of every Value.
         workspace_bytes: of every stage.
         buffer_bytes: of every stage, what its streams need with one buffer each.
@@ -72,8 +71,10 @@ class Needs:
     plan: Plan
     stages: tuple[Stage, ...]
     names: list[str]
-    uses: list[list[Use]]
-    streams: list[StreamUse]
+    used_at: list[list[int]]
+    resident_at: list[list[int]]
+    changed_at: list[list[int]]
+    streams: StreamUses
     nbytes: Bytes
     births: Numbers
     deaths: Numbers
@@ -103,12 +104,14 @@ class Needs:
     @cached_property
     def visiting(self) -> list[int]:
         """The movable Values that some stage uses as a resident; the others are only streamed."""
-        return [number for number in self.movable if any(use.resident for use in self.uses[number])]
+        return [number for number in self.movable if self.resident_at[number]]
 
     @cached_property
-    def changes_at(self) -> list[dict[int, bool]]:
-        """For every Value, the stages that use it, and whether they change it."""
-        return [{use.stage: use.changes for use in mine} for mine in self.uses]
+    def resident_uses(self) -> tuple[Numbers, Numbers]:
+        """The uses of movable Values as residents: stages, and Values."""
+        found = [(stage, number) for number in self.visiting for stage in self.resident_at[number]]
+        stages, values = np.array(found, dtype=np.int64).reshape(-1, 2).T
+        return stages, values
 
     @cached_property
     def outside(self) -> list[int]:
@@ -123,72 +126,112 @@ class Needs:
     @cached_property
     def visiting_bytes(self) -> Bytes:
         """Device bytes of the movable Values that each stage uses as residents."""
-        total = np.zeros(self.num_stages, dtype=np.int64)
-        for number in self.visiting:
-            for use in self.uses[number]:
-                if use.resident:
-                    total[use.stage] += self.nbytes[number]
-        return total
+        stages, values = self.resident_uses
+        return added_up(stages, self.nbytes[values], self.num_stages)
 
     def least_bytes(self, slots: int) -> Bytes:
         """Return the device bytes by stage where nothing is there but what must be; streams have ``slots`` buffers."""
         return self.workspace_bytes + self.pinned_bytes + self.visiting_bytes + slots * self.buffer_bytes
 
-    def living_bytes(self, numbers: Sequence[int], births: Numbers | None = None, end: int | None = None) -> Bytes:
+    def living_bytes(
+        self, numbers: Sequence[int] | Numbers, births: Numbers | None = None, end: int | None = None
+    ) -> Bytes:
         """Return the bytes of the Values ``numbers`` that are alive, by stage.
 
         ``births`` replace their own where given; ``end`` is the number of stages to count (one more than there are
         tells what is left at the end).
         """
         size = self.num_stages if end is None else end
-        steps = np.zeros(size + 1, dtype=np.int64)
         chosen = np.asarray(numbers, dtype=np.int64)
-        np.add.at(steps, (self.births if births is None else births)[chosen], self.nbytes[chosen])
-        np.subtract.at(steps, np.minimum(self.deaths[chosen] + 1, size), self.nbytes[chosen])
+        born = (self.births if births is None else births)[chosen]
+        steps = added_up(born, self.nbytes[chosen], size + 2)
+        steps -= added_up(np.minimum(self.deaths[chosen] + 1, size), self.nbytes[chosen], size + 2)
         return np.cumsum(steps[:size])
+
+
+def added_up(places: Numbers, nbytes: Bytes, size: int) -> Bytes:
+    """Return an array of ``size`` in which each of ``nbytes`` is added at its place; sums are exact below 2^53."""
+    return np.bincount(places, weights=nbytes, minlength=size)[:size].astype(np.int64)
 
 
 def needs_of(plan: Plan, stages: Sequence[Stage]) -> Needs:
     """Return the tables of ``plan`` with its stages in the given order, which must be one that it allows."""
-    numbers: dict[str, int] = {}
-    uses: list[list[Use]] = []
-    streams: list[StreamUse] = []
-    largest: list[int] = []
+    facts: dict[str, _Facts] = {}
+    columns: tuple[list[int], ...] = ([], [], [], [], [])
     buffer_bytes, outside_buffer_bytes = np.zeros((2, len(stages)), dtype=np.int64)
     for index, stage in enumerate(stages):
-        changes = set(stage.changes())
-        resident = dict.fromkeys(stage.resident())
+        changes, resident = set(stage.changes()), set(stage.resident())
         for name in dict.fromkeys(stage.uses()):
-            if name not in numbers:
-                numbers[name] = len(numbers)
-                uses.append([])
-                largest.append(_largest_piece_bytes(plan.values[name]))
-            on_device = name in resident and Tier.DEVICE in plan.values[name].tiers  # files are never there
-            uses[numbers[name]].append(Use(index, on_device, name in changes))
+            fact = facts.get(name)
+            if fact is None:
+                fact = facts[name] = _Facts(len(facts), plan.values[name])
+            fact.used_at.append(index)
+            if name in changes:
+                fact.changed_at.append(index)
+            if name in resident and not fact.outside:  # files are never there
+                fact.resident_at.append(index)
         for stream in stage.streams:
+            mine = [facts[name] for name in stream.values]
             if stream.buffered:
-                nbytes = max((largest[numbers[name]] for name in stream.values), default=0)
+                nbytes = max((fact.largest_bytes for fact in mine), default=0)
                 buffer_bytes[index] += nbytes
-                if any(Tier.DEVICE not in plan.values[name].tiers for name in stream.values):
+                if any(fact.outside for fact in mine):
                     outside_buffer_bytes[index] += nbytes
-            streams += [StreamUse(index, numbers[touch.value], touch) for touch in touches(plan, stream)]
-    values = [plan.values[name] for name in numbers]
+            _add_stream(columns, index, stream, mine)
+    found, values = list(facts.values()), [plan.values[name] for name in facts]
     end = len(stages)
     return Needs(
         plan=plan,
         stages=tuple(stages),
-        names=list(numbers),
-        uses=uses,
-        streams=streams,
+        names=list(facts),
+        used_at=[fact.used_at for fact in found],
+        resident_at=[fact.resident_at for fact in found],
+        changed_at=[fact.changed_at for fact in found],
+        streams=StreamUses(
+            **{key: np.array(column, dtype=np.int64) for key, column in zip(_COLUMNS, columns, strict=True)}
+        ),
         nbytes=np.array([value.nbytes for value in values], dtype=np.int64),
-        births=np.array([mine[0].stage for mine in uses], dtype=np.int64),
+        births=np.array([fact.used_at[0] for fact in found], dtype=np.int64),
         deaths=np.array(
-            [end if value.keep else mine[-1].stage for value, mine in zip(values, uses, strict=True)], dtype=np.int64
+            [end if value.keep else fact.used_at[-1] for value, fact in zip(values, found, strict=True)], dtype=np.int64
         ),
         workspace_bytes=np.array([stage.workspace_bytes for stage in stages], dtype=np.int64),
         buffer_bytes=buffer_bytes,
         outside_buffer_bytes=outside_buffer_bytes,
     )
+
+
+class _Facts:
+    """What is looked up of a Value for each of its uses, and the uses themselves."""
+
+    __slots__ = ("changed_at", "largest_bytes", "number", "outside", "pieces", "pinned", "resident_at", "used_at")
+
+    def __init__(self, number: int, value: Value) -> None:
+        self.number, self.pinned = number, value.pinned
+        self.outside = Tier.DEVICE not in value.tiers
+        self.largest_bytes = _largest_piece_bytes(value)
+        self.pieces = value.streamed_pieces
+        self.used_at: list[int] = []
+        self.resident_at: list[int] = []
+        self.changed_at: list[int] = []
+
+
+def _add_stream(columns: tuple[list[int], ...], index: int, stream: Stream, mine: Sequence[_Facts]) -> None:
+    """Add the uses of a stream's Values to the columns of `StreamUses`."""
+    stages, values, coming, going, counts = columns
+    for position, fact in enumerate(mine):
+        if fact.pinned:
+            continue
+        num_pieces, piece_bytes = fact.pieces
+        touched = stream.passes * (stream.pieces[position] if stream.pieces else num_pieces)
+        stages.append(index)
+        values.append(fact.number)
+        coming.append(touched * piece_bytes if stream.buffered else 0)
+        going.append(touched * piece_bytes if stream.updates else 0)
+        counts.append(touched)
+
+
+_COLUMNS = ("stages", "values", "in_bytes", "out_bytes", "num_pieces")
 
 
 def _largest_piece_bytes(value: Value) -> int:

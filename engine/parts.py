@@ -110,8 +110,8 @@ class Value:
     @cached_property
     def streamed_pieces(self) -> tuple[int, int]:
         """How many pieces its first tensor has, which is the one that streams go through, and the bytes of each."""
-        spec = next(iter(self.tensors.values()))
-        return spec.num_pieces, spec.piece_bytes
+        spec = next(iter(self.tensors.values()), None)
+        return (spec.num_pieces, spec.piece_bytes) if spec is not None else (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ This module is pure: no I/O, no clock, no torch.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -81,9 +82,7 @@ class Placement:
     @cached_property
     def _staying(self) -> frozenset[int]:
         births, deaths = self.needs.births.tolist(), self.needs.deaths.tolist()
-        return frozenset(
-            number for number, mine in self.windows.items() if mine == ((births[number], deaths[number]),)
-        )
+        return frozenset(number for number, mine in self.windows.items() if mine == ((births[number], deaths[number]),))
 
     def life(self, number: int) -> Window:
         """Return the stages from a Value's birth to its death."""
@@ -91,20 +90,20 @@ class Placement:
 
     def steps_of(self, number: int) -> Iterator[Step]:
         """Yield what happens to a Value, in order."""
-        value, uses = self.needs.values[number], self.needs.uses[number]
+        value, used_at = self.needs.values[number], self.needs.used_at[number]
         always = value.pinned or self.stays(number)
         if not always and self.windows.get(number):
             yield from self._coming_and_going(number)
             return
         place = Tier.DEVICE if always else self.homes.get(number, Tier.HOST)
-        yield Step(uses[0].stage, True, Event.CREATE, number, place)
+        yield Step(used_at[0], True, Event.CREATE, number, place)
         if not value.keep:
-            yield Step(uses[-1].stage, False, Event.DROP, number, place)
+            yield Step(used_at[-1], False, Event.DROP, number, place)
 
     def _coming_and_going(self, number: int) -> Iterator[Step]:
         needs, home = self.needs, self.homes.get(number, Tier.HOST)
         birth, death = self.life(number)
-        used = needs.changes_at[number]
+        used, changes = set(needs.used_at[number]), needs.changed_at[number]
         windows = self.windows[number]
         at_home = windows[0].first > birth
         if at_home:
@@ -115,7 +114,7 @@ class Placement:
                 yield Step(first, True, Event.FETCH, number, Tier.DEVICE, alongside)
             else:
                 yield Step(first, True, Event.CREATE, number, Tier.DEVICE)
-            changed = not at_home or any(changes for stage, changes in used.items() if first <= stage <= last)
+            changed = not at_home or bisect_left(changes, first) < bisect_right(changes, last)
             if last < death and changed:
                 alongside = last not in used
                 yield Step(last, alongside, Event.STORE, number, home, alongside)

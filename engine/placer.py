@@ -30,7 +30,7 @@ import numpy as np
 from engine.budget import Budget, Tier
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
-from engine.needs import Bytes, Needs, Numbers, Seconds, Touch
+from engine.needs import Bytes, Needs, Numbers, Seconds, added_up
 from engine.parts import Stage, Value
 from engine.placement import Event, Placement, Step, Window
 from engine.units import format_bytes
@@ -98,27 +98,20 @@ class Placer:
     @cached_property
     def _stream_s(self) -> dict[Tier, Seconds]:
         """Seconds of every use in a stream, where the Value lives on a tier."""
-        streams = self.needs.streams
-        return {
-            tier: np.array([self._touch_s(use.touch, tier) for use in streams], dtype=np.float64)
-            for tier in (Tier.HOST, Tier.DISK)
-        }
+        return {tier: self._streamed_s(tier) for tier in (Tier.HOST, Tier.DISK)}
 
-    def _touch_s(self, touch: Touch, tier: Tier) -> float:
-        link, seconds = self.profile.transfer_s, 0.0
-        if touch.in_bytes:
-            seconds += link(tier, Tier.DEVICE, touch.in_bytes, touch.num_pieces)
-        if touch.out_bytes:
-            seconds += link(Tier.DEVICE, tier, touch.out_bytes, touch.num_pieces)
-        return seconds
-
-    @cached_property
-    def _stream_stages(self) -> Numbers:
-        return np.array([use.stage for use in self.needs.streams], dtype=np.int64)
-
-    @cached_property
-    def _stream_values(self) -> Numbers:
-        return np.array([use.value for use in self.needs.streams], dtype=np.int64)
+    def _streamed_s(self, tier: Tier) -> Seconds:
+        streams, seconds = self.needs.streams, self.profile.transfer_s
+        rows = zip(streams.in_bytes.tolist(), streams.out_bytes.tolist(), streams.num_pieces.tolist(), strict=True)
+        known: dict[tuple[int, int, int], float] = {}
+        found = []
+        for row in rows:
+            if row not in known:
+                coming, going, pieces = row
+                known[row] = seconds(tier, Tier.DEVICE, coming, pieces) if coming else 0.0
+                known[row] += seconds(Tier.DEVICE, tier, going, pieces) if going else 0.0
+            found.append(known[row])
+        return np.array(found, dtype=np.float64)
 
     def _copy_s(self, number: int, source: Tier, target: Tier) -> float:
         return copy_s(self.profile, self.needs.values[number], source, target)
@@ -127,13 +120,13 @@ class Placer:
         """Return the time of the plan under a placement with homes: that of the simulator, exactly."""
         needs = self.needs
         waited, hidden, streamed = np.zeros((3, needs.num_stages))
-        for number in needs.movable:
+        for number in placement.windows:
             if not placement.stays(number):
                 self._add_copies(placement, number, waited, hidden)
         away = self._streamed_from(placement)
         for code, tier in _CODES.items():
             chosen = away == code
-            np.add.at(streamed, self._stream_stages[chosen], self._stream_s[tier][chosen])
+            np.add.at(streamed, self.needs.streams.stages[chosen], self._stream_s[tier][chosen])
         double = np.zeros(needs.num_stages, dtype=bool)
         double[list(placement.doubled)] = True
         waited += np.where(double, 0.0, streamed)
@@ -148,19 +141,19 @@ class Placer:
         homes = np.zeros(len(self.needs.names), dtype=np.int64)
         for number, tier in placement.homes.items():
             homes[number] = code_of[tier]
-        codes = homes[self._stream_values]
+        codes = homes[self.needs.streams.values]
         for number in placement.homes:
             windows, mine = placement.windows.get(number), self._streams_of.get(number)
             if windows is not None and mine is not None:
-                at = self._stream_stages[mine]
+                at = self.needs.streams.stages[mine]
                 codes[mine[np.logical_or.reduce([(w.first <= at) & (at <= w.last) for w in windows])]] = 0
         return codes
 
     @cached_property
     def _streams_of(self) -> dict[int, Numbers]:
         """The uses in streams of every Value that is streamed, as positions in `Needs.streams`."""
-        order = np.argsort(self._stream_values, kind="stable")
-        numbers, starts = np.unique(self._stream_values[order], return_index=True)
+        order = np.argsort(self.needs.streams.values, kind="stable")
+        numbers, starts = np.unique(self.needs.streams.values[order], return_index=True)
         ends = [*starts[1:].tolist(), len(order)]
         return {
             number: order[start:end]
@@ -181,14 +174,16 @@ class Placer:
     def units(self) -> list[Unit]:
         """All gaps of all movable Values."""
         streamed: dict[int, list[tuple[int, float]]] = {}
-        for use, seconds in zip(self.needs.streams, self._stream_s[Tier.HOST].tolist(), strict=True):
-            streamed.setdefault(use.value, []).append((use.stage, seconds))
+        streams = self.needs.streams
+        columns = (streams.values.tolist(), streams.stages.tolist(), self._stream_s[Tier.HOST].tolist())
+        for number, stage, seconds in zip(*columns, strict=True):
+            streamed.setdefault(number, []).append((stage, seconds))
         return [unit for number in self.needs.movable for unit in self._units_of(number, streamed.get(number, ()))]
 
     def _units_of(self, number: int, streamed: Sequence[tuple[int, float]]) -> Iterator[Unit]:
         last_stage = self.needs.num_stages - 1
         birth, death = int(self.needs.births[number]), min(int(self.needs.deaths[number]), last_stage)
-        residents = [use.stage for use in self.needs.uses[number] if use.resident]
+        residents = self.needs.resident_at[number]
         if not residents:
             yield Unit(number, None, birth, death, sum(seconds for _, seconds in streamed))
             return
@@ -208,11 +203,11 @@ class Placer:
     @cached_property
     def _order(self) -> list[int]:
         """Values that may live in more than one place, first those whose bytes save the most seconds."""
-        outside = [number for number in self.needs.outside if len(self.needs.values[number].tiers) > 1]
+        outside = {number for number in self.needs.outside if len(self.needs.values[number].tiers) > 1}
         saved = dict.fromkeys([*self.needs.movable, *outside], 0.0)
         for unit in self.units:
             saved[unit.value] += unit.saved_s
-        for number, seconds in zip(self._stream_values.tolist(), self._stream_s[Tier.HOST].tolist(), strict=True):
+        for number, seconds in zip(self.needs.streams.values.tolist(), self._stream_s[Tier.HOST].tolist(), strict=True):
             if number in outside:
                 saved[number] += seconds
         return sorted(saved, key=lambda number: (-saved[number] / max(1, int(self.needs.nbytes[number])), number))
@@ -268,13 +263,13 @@ class Placer:
         return self._staying(self._chain_order[:low], slots)
 
     def _chain_bytes(self, length: int, slots: int) -> int:
-        needs, chosen = self.needs, self._chain_order[:length]
-        load = needs.least_bytes(slots) + needs.living_bytes(chosen)
-        for number in chosen:
-            for use in needs.uses[number]:
-                if use.resident:
-                    load[use.stage] -= needs.nbytes[number]
-        return int(load.max(initial=0))
+        needs, chosen = self.needs, np.asarray(self._chain_order[:length], dtype=np.int64)
+        stays = np.zeros(len(needs.names), dtype=bool)
+        stays[chosen] = True
+        stages, values = needs.resident_uses
+        counted = stays[values]  # among what must be there already
+        twice = added_up(stages[counted], needs.nbytes[values[counted]], needs.num_stages)
+        return int((needs.least_bytes(slots) + needs.living_bytes(chosen) - twice).max(initial=0))
 
     def _staying(self, numbers: Sequence[int], slots: int) -> Placement:
         """Return a placement in which Values ``numbers`` stay and others are on the device where they must be."""
@@ -286,7 +281,7 @@ class Placer:
     @cached_property
     def _streaming(self) -> frozenset[int]:
         """The stages with streams."""
-        return frozenset(use.stage for use in self.needs.streams)
+        return frozenset(self.needs.streams.stages.tolist())
 
     @cached_property
     def _least_windows(self) -> dict[int, tuple[Window, ...]]:
@@ -297,7 +292,7 @@ class Placer:
     def _windows_of(self, number: int, kept: Collection[int]) -> tuple[Window, ...]:
         """Return the windows of a Value that is used as a resident, from its kept gaps."""
         last_stage, found = self.needs.num_stages - 1, []
-        residents = [use.stage for use in self.needs.uses[number] if use.resident]
+        residents = self.needs.resident_at[number]
         for before, stage in pairwise([BEFORE_FIRST, *residents]):
             if before == BEFORE_FIRST:
                 first = int(self.needs.births[number]) if BEFORE_FIRST in kept else stage
@@ -315,7 +310,7 @@ class Placer:
 
     @cached_property
     def _is_small(self) -> bool:
-        num_uses = sum(len(self.needs.uses[number]) for number in self.needs.movable)
+        num_uses = sum(len(self.needs.used_at[number]) for number in self.needs.movable)
         return self.needs.num_stages <= MOST_STAGES_OF_SEARCH and num_uses <= MOST_USES_OF_SEARCH
 
     def _found_up_to(self, device_bytes: int) -> Iterator[Placement]:
@@ -342,14 +337,13 @@ class Placer:
         streamed: dict[tuple[int, int], float] = {}
         load = (needs.least_bytes(1) - needs.buffer_bytes).tolist()
         streamed_s = [0.0] * needs.num_stages
-        for index, use in enumerate(needs.streams):
-            tier = self._nearest(use.value)
-            seconds = float(self._stream_s[tier][index])
-            if Tier.DEVICE in needs.values[use.value].tiers:
-                key = use.stage, use.value
+        for index, key in enumerate(zip(needs.streams.stages.tolist(), needs.streams.values.tolist(), strict=True)):
+            stage, number = key
+            seconds = float(self._stream_s[self._nearest(number)][index])
+            if Tier.DEVICE in needs.values[number].tiers:
                 streamed[key] = streamed.get(key, 0.0) + seconds
             else:
-                streamed_s[use.stage] += seconds
+                streamed_s[stage] += seconds
         piece_bytes: list[int] = []
         away: list[int] = []
         buffers: list[list[int]] = []
@@ -383,15 +377,16 @@ class Placer:
         self, number: int, streamed: Mapping[tuple[int, int], float], through: Mapping[tuple[int, str], list[int]]
     ) -> Item:
         needs, home = self.needs, self._nearest(number)
+        changed, resident = set(needs.changed_at[number]), set(needs.resident_at[number])
         visits = tuple(
             Visit(
-                use.stage,
-                use.resident,
-                use.changes,
-                0.0 if use.resident else streamed.get((use.stage, number), 0.0),
-                () if use.resident else tuple(through.get((use.stage, needs.names[number]), ())),
+                stage,
+                stage in resident,
+                stage in changed,
+                0.0 if stage in resident else streamed.get((stage, number), 0.0),
+                () if stage in resident else tuple(through.get((stage, needs.names[number]), ())),
             )
-            for use in needs.uses[number]
+            for stage in needs.used_at[number]
         )
         return Item(
             number=number,
@@ -447,7 +442,7 @@ class Placer:
     def _with_copies_alongside(self, number: int, windows: tuple[Window, ...], free: Bytes) -> tuple[Window, ...]:
         """Let fetches begin a stage earlier and stores end one later where there is room for the copy until then."""
         needs, nbytes = self.needs, self.needs.nbytes[number]
-        used = {use.stage for use in needs.uses[number]}
+        used = set(needs.used_at[number])
         birth, death = int(needs.births[number]), int(needs.deaths[number])
         found: list[Window] = []
         for (first, last), following in zip(windows, [*windows[1:], None], strict=True):
@@ -489,7 +484,7 @@ class Placer:
     def _home_births(self, placement: Placement, numbers: Sequence[int]) -> Numbers:
         """Return from which stage on each Value has a home; after its death where it never has one."""
         births = self.needs.births.copy()
-        for number in numbers:
+        for number in (number for number in numbers if number in placement.windows):  # others have one from birth
             steps = (step for step in placement.steps_of(number) if _makes_home(step))
             first = next(steps, None)
             births[number] = int(self.needs.deaths[number]) + 1 if first is None else first.stage + (not first.before)

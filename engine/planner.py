@@ -16,7 +16,9 @@ Plans that repeat steps are judged by a sketch that has each kind of step once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import gc
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -88,6 +90,18 @@ class Forecast:
         }
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the collector of reference cycles still: planning makes millions of small records, and no cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def forecast(plan: Plan, budget: Budget, profile: HardwareProfile) -> Forecast:
     """Choose, schedule and simulate; see `Planner.forecast`."""
     return Planner(plan=plan, profile=profile).forecast(budget)
@@ -135,13 +149,14 @@ class Planner:
             DoesNotFitError: no declared choice fits; names the binding stage and the bytes it needs.
             PlanError: the plan is not well formed.
         """
-        found = self.best(budget)
-        chosen = self._whole(found.sketch)
-        placement, seconds = found.placement, found.seconds
-        if chosen is not found.sketch:
-            placement, seconds = self._placed(chosen, budget)
-        schedule = write_down(placement, budget, seconds)
-        return self._simulated(chosen, schedule, budget)
+        with collector_paused():
+            found = self.best(budget)
+            chosen = self._whole(found.sketch)
+            placement, seconds = found.placement, found.seconds
+            if chosen is not found.sketch:
+                placement, seconds = self._placed(chosen, budget)
+            schedule = write_down(placement, budget, seconds)
+            return self._simulated(chosen, schedule, budget)
 
     def best(self, budget: Budget) -> Found:
         """Return the fastest choices within ``budget``. Raises DoesNotFitError as `forecast` does."""
@@ -251,7 +266,8 @@ class Planner:
         key = ("floor", *choices.items())
         if key not in self._lowered:
             self._lowered[key] = self.plan.outlined(choices)
-        return device_floor(self._lowered[key])
+        placer = self._placer(self._lowered[key])
+        return placer.least_bytes, placer.binding_stage
 
     def _sketch(self, choices: Choices) -> Plan:
         key = ("sketch", *choices.items())
