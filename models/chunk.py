@@ -7,6 +7,9 @@ activations are alive at a time; it is called for the chunks of a node from last
 chunk's state are complete. The inputs are what the forward kept of them (`LayerInputs`), or come from a forward of the
 backward's own.
 
+A chunk may go through the model in parts (``layers``), each a call of its own: then the hidden state comes in as
+``entry_BSC`` and goes out, and so does its cotangent.
+
 Invariant: both give the same bits, since the forward of a chunk and its recomputation do the same.
 
 Shapes: B branches, S tokens, C hidden size, K key/value heads, D head dimension.
@@ -109,26 +112,29 @@ class Model(Protocol):
 
 def forward_chunk(
     model: Model,
-    ids_BS: torch.Tensor,
+    ids_BS: torch.Tensor | None,
     *,
     first_position: int,
     prefix: Prefix,
     keep_state: KeepState | None,
     want_hidden: bool,
     inputs: LayerInputs | None = None,
+    layers: range | None = None,
+    entry_BSC: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Evaluate a chunk without autograd; return the last layer's output ``[B, S, C]`` if it is wanted.
 
     With ``want_hidden`` false the last layer stops at its keys and values. ``inputs`` keep what the chunk's backward
-    would compute again.
+    would compute again. ``layers`` are all unless given; their input is ``entry_BSC``, or the embedding of ``ids_BS``.
     """
-    hidden = model.embed(ids_BS)
+    layers = range(model.num_layers) if layers is None else layers
+    hidden = _entry(model, ids_BS, entry_BSC)
     positions = model.positions(hidden, first_position)
     results = None if inputs is None else inputs.results
-    for layer in range(model.num_layers):
-        if layer and inputs is not None:
+    for layer in layers:
+        if layer > layers.start and inputs is not None:
             inputs.keep(layer, hidden)
-        if layer == model.num_layers - 1 and not want_hidden:
+        if layer == layers[-1] and not want_hidden:
             key, value = model.block_state(layer, hidden, positions)
         else:
             hidden, key, value = model.block_forward(layer, hidden, positions, prefix, results)
@@ -137,46 +143,63 @@ def forward_chunk(
         del key, value
     if not want_hidden:
         return None
-    if inputs is not None:
+    if inputs is not None and layers.stop == model.num_layers:
         inputs.keep(model.num_layers, hidden)
     return hidden
 
 
+def _entry(model: Model, ids_BS: torch.Tensor | None, entry_BSC: torch.Tensor | None) -> torch.Tensor:
+    if entry_BSC is not None:
+        return entry_BSC
+    if ids_BS is None:
+        raise ValueError("a chunk needs ids or an input of its first layer")
+    return model.embed(ids_BS)
+
+
 def backward_chunk(
     model: Model,
-    ids_BS: torch.Tensor,
+    ids_BS: torch.Tensor | None,
     *,
     first_position: int,
     prefix: Prefix,
     state_cotangent: StateCotangent | None,
     head_backward: HeadBackward | None,
     inputs: LayerInputs | None = None,
-) -> None:
+    layers: range | None = None,
+    entry_BSC: torch.Tensor | None = None,
+    d_out_BSC: torch.Tensor | None = None,
+) -> torch.Tensor | None:
     """Differentiate a chunk: parameters' gradients to their accumulators, the prefix's cotangents to their pages.
 
     At least one of ``state_cotangent`` (later tokens saw this chunk's state) and ``head_backward`` (this chunk has
-    scored rows) is given. ``inputs`` are those that the chunk's forward kept; without them there is one more forward.
+    scored rows) is given, or the output's cotangent ``d_out_BSC`` where layers follow. ``inputs`` are those that the
+    chunk's forward kept; without them there is one more forward. ``layers`` and ``entry_BSC`` are as in
+    `forward_chunk`; the entry's cotangent is returned where it is not the embedding.
     """
-    hidden = model.embed(ids_BS)
+    layers = range(model.num_layers) if layers is None else layers
+    hidden = _entry(model, ids_BS, entry_BSC)
     positions = model.positions(hidden, first_position)
     if inputs is None:
-        inputs = _recompute(model, hidden, positions, prefix, through_last=head_backward is not None)
-    d_hidden = None if head_backward is None else head_backward(inputs.recall(model.num_layers))
-    for layer in reversed(range(model.num_layers)):
+        own = layers if head_backward is not None else layers[:-1]
+        inputs = _recompute(model, hidden, positions, prefix, own)
+    d_hidden = d_out_BSC if head_backward is None else head_backward(inputs.recall(model.num_layers))
+    for layer in reversed(layers):
         d_state = None if state_cotangent is None else state_cotangent(layer)
-        entry = inputs.recall(layer) if layer else hidden
+        entry = inputs.recall(layer) if layer > layers.start else hidden
         d_hidden = model.block_backward(layer, entry, positions, prefix, d_hidden, d_state, inputs.results)
         del d_state, entry
-    if d_hidden is not None:
-        model.embed_backward(ids_BS, d_hidden)
+    if ids_BS is None or d_hidden is None:
+        return d_hidden
+    model.embed_backward(ids_BS, d_hidden)
+    return None
 
 
 def _recompute(
-    model: Model, hidden_BSC: torch.Tensor, positions: Positions, prefix: Prefix, *, through_last: bool
+    model: Model, hidden_BSC: torch.Tensor, positions: Positions, prefix: Prefix, layers: range
 ) -> LayerInputs:
-    """Return every layer's input but the first, and the last layer's output too where it is asked for."""
+    """Return the outputs of ``layers``, each the input of the layer behind it."""
     inputs = _Recomputed()
-    for layer in range(model.num_layers if through_last else model.num_layers - 1):
+    for layer in layers:
         hidden_BSC, key, value = model.block_forward(layer, hidden_BSC, positions, prefix)
         del key, value
         inputs.keep(layer + 1, hidden_BSC)

@@ -88,6 +88,7 @@ class DenseModel:
         self.num_layers = len(self.body.layers)
         self.gradients: Mapping[str, torch.Tensor] = {}
         self.lookup_ids: torch.Tensor | None = None
+        self._attached: tuple[str, ...] = ()
         self._watch_gradients()
 
     def _watch_gradients(self) -> None:
@@ -107,6 +108,19 @@ class DenseModel:
     def accumulate_into(self, gradients: Mapping[str, torch.Tensor], lookup_ids: torch.Tensor | None = None) -> None:
         """Let every later backward add to ``gradients`` (in the accumulation dtype, shaped like the parameters)."""
         self.gradients, self.lookup_ids = gradients, lookup_ids
+
+    def attach(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Point the parameters of those names at ``tensors``, without a copy, until `detach`."""
+        for name, tensor in tensors.items():
+            self.hf.get_parameter(name).data = tensor
+        self._attached = tuple(tensors)
+
+    def detach(self) -> None:
+        """Leave the parameters that were attached without data."""
+        for name in self._attached:
+            parameter = self.hf.get_parameter(name)
+            parameter.data = parameter.new_empty(0)
+        self._attached = ()
 
     # Phases. Each is one step of a chunk's evaluation; `models.tracing` measures their memory one by one.
 

@@ -11,7 +11,8 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,9 +28,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import UsageError
+from models import skeleton
 from models.attention import ATTENTION_NAME
 from models.dense import DenseModel
 from models.float64 import lifted_casts
@@ -43,6 +46,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 _LONGEST_MESSAGE = 600
 # Characters of another library's message that are passed on.
+
+_ALIGNED_BYTES = 64
+# Kernels round otherwise on matrices that do not begin where a vector does, so bits would depend on a header's length.
 
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 2**16
@@ -121,6 +127,45 @@ class PolicySource:
             check_structure(hf)
             return DenseModel(hf)
 
+    def skeleton(self, dtype: torch.dtype) -> DenseModel:
+        """Return the model without weights, once its architecture was checked on one layer (`models.skeleton`).
+
+        Raises:
+            UnsupportedModelError: the adapter does not evaluate this architecture exactly, or not in parts.
+        """
+        self.small().load(dtype, seed=0)
+        check_config(self.config)
+        with ThreadPoolExecutor(1) as elsewhere:  # whoever counts tensors here must not count those without data
+            return elsewhere.submit(self._skeleton, dtype).result()
+
+    def _skeleton(self, dtype: torch.dtype) -> DenseModel:
+        with lifted_casts(dtype):
+            with torch.device("meta"):
+                hf = self._from_config(dtype)
+            check_structure(hf)
+            skeleton.strip(hf)
+        return DenseModel(hf)
+
+    def small(self) -> PolicySource:
+        """Return a random policy of the same architecture with one layer."""
+        return PolicySource(name=self.name, config=skeleton.small_config(self.config), location=None)
+
+    def why_not_in_parts(self, parameters: Mapping[str, tuple[int, ...]]) -> str | None:
+        """Return why the policy's parameters, given by name and shape, can't be loaded one by one; None if they can."""
+        if self.location is None:
+            return None
+        if not Path(self.location).is_dir():
+            return "it is on a hub, and not in a directory here"
+        return skeleton.why_not_in_parts(self._weight_files(), parameters)
+
+    def load_part(self, model: DenseModel, targets: Mapping[str, torch.Tensor], *, seed: int) -> None:
+        """Load some parameters of a skeleton to ``targets``, which are attached to it, or draw them from ``seed``."""
+        if self.location is None:
+            with lifted_casts(model.dtype):
+                skeleton.draw(model.hf, targets, seed)
+        else:
+            skeleton.read(self._weight_files(), targets)
+
     def load(self, dtype: torch.dtype, *, seed: int) -> DenseModel:
         """Load the weights (or draw them from ``seed``) and check the block walk against the model's own forward.
 
@@ -135,9 +180,8 @@ class PolicySource:
     def load_hf(self, dtype: torch.dtype, *, seed: int) -> PreTrainedModel:
         """Load Hugging Face's own model, in evaluation mode. Raises as `load` does."""
         check_config(self.config)
-        with lifted_casts(dtype), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            hf: Any = self._from_config(dtype) if self.location is None else self._from_checkpoint(dtype)
+        with lifted_casts(dtype):
+            hf: Any = self._drawn(dtype, seed) if self.location is None else self._from_checkpoint(dtype)
         check_structure(hf)
         tied = hf.lm_head.weight is hf.model.embed_tokens.weight
         if tied != bool(hf.config.tie_word_embeddings):
@@ -146,6 +190,13 @@ class PolicySource:
                 "configuration; correct config.json"
             )
         return cast(PreTrainedModel, hf.eval())
+
+    def _drawn(self, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+        with no_init_weights():
+            hf = self._from_config(dtype)
+        cast(Any, hf).tie_weights()
+        skeleton.draw(hf, [name for name, _ in hf.named_parameters()], seed)
+        return hf
 
     def _from_config(self, dtype: torch.dtype) -> PreTrainedModel:
         config = copy.deepcopy(self.config)  # transformers writes into the one it is given
@@ -179,7 +230,15 @@ class PolicySource:
                 "policy %r holds %d tensors that its architecture does not use, such as %s; they will be left out",
                 self.name, len(unused), unused[0],
             )  # fmt: skip
+        _align(hf)
         return cast(PreTrainedModel, hf)
+
+
+def _align(hf: PreTrainedModel) -> None:
+    """Bring parameters that lie in a mapped file, wherever its header ends, to memory as torch allocates it."""
+    for parameter in hf.parameters():
+        if parameter.data_ptr() % _ALIGNED_BYTES:
+            parameter.data = parameter.data.clone()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ one. A test holds stages traced this way against stages measured on real tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -77,6 +77,12 @@ class TracedModel:
         self.num_layers = model.num_layers
         self.meter = LiveBytes()
         self._phases: dict[object, _Phase] = {}
+
+    def attach(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Do nothing: this model has all of its parameters, in their sizes."""
+
+    def detach(self) -> None:
+        """Do nothing, as `attach`."""
 
     def accumulate_into(self, gradients: dict[str, torch.Tensor], lookup_ids: torch.Tensor | None = None) -> None:
         """See `DenseModel.accumulate_into`. Either all stages of a model have ``lookup_ids`` or none."""

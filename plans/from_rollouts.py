@@ -49,6 +49,7 @@ def from_rollouts(
     branches_at_once: int | None = None,
     head_rows: int | None = None,
     stored_inputs: int | None = None,
+    layer_spans: int | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
     state_tier: str = "auto",
 ) -> Plan:
@@ -87,6 +88,7 @@ def from_rollouts(
         branches_at_once=branches_at_once,
         head_rows=head_rows,
         stored_inputs=stored_inputs,
+        layer_spans=layer_spans,
     )
     dealt = deal(groups, steps=steps, groups_per_step=groups_per_step, first_step=first_step)
     plan = grpo_run(name="from_rollouts", policy=source, steps=dealt, settings=settings, tokenizer=tokenizer)

@@ -32,6 +32,7 @@ def tiny_dense(
     branches_at_once: int | None = None,
     head_rows: int | None = None,
     stored_inputs: int | None = None,
+    layer_spans: int | None = None,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
     state_tier: str = "auto",
 ) -> Plan:
@@ -71,6 +72,7 @@ def tiny_dense(
         branches_at_once=branches_at_once,
         head_rows=head_rows,
         stored_inputs=stored_inputs,
+        layer_spans=layer_spans,
     )
     group = parse_group(record, where="tiny_dense", tokenizer=None, vocab_size=VOCABULARY)
     return grpo_step(name="tiny_dense", policy=find_policy(config), groups=[group], settings=settings)

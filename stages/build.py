@@ -9,23 +9,27 @@ all choices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.budget import Tier
-from engine.plan import ActualSizes, Choices, Cost, Plan, Stage, Tap, Value, ValueKind
+from engine.context import StageContext
+from engine.plan import ActualSizes, Choices, Cost, Plan, Stage, Stream, Tap, Value, ValueKind
 from engine.tensors import dtype_name
 from models.dense import HEAD_GRADIENT
 from models.float64 import accumulation_dtype
 from models.geometry import geometry, state_layout
-from stages import checkpoint, names
+from stages import checkpoint, names, shard_files
 from stages.build_step import StepBuilder
 from stages.files import file_value
 from stages.lower import Lowering
-from stages.optimizer import load_stage, save_stage
+from stages.optimizer import check_stage, load_stage, restore_stage, save_shards_stage, save_stage
+from stages.optimizer_file import MASTER
+from stages.spans import cut_model, flat_value
 from stages.step_record import ROLLOUTS_FOLDER
 
 if TYPE_CHECKING:
@@ -40,6 +44,12 @@ class RunBuilder:
         self.space, self.settings, self.policy, self.choices = space, space.settings, space.policy, choices
         self.parameters = space.estimator.parameters()
         self.tied = HEAD_GRADIENT not in self.parameters
+        self.cut = cut_model(
+            self.parameters,
+            num_layers=int(space.policy.config.num_hidden_layers),
+            num_spans=choices["layer_spans"],
+            tied=self.tied,
+        )
         self.wide = accumulation_dtype(self.settings.dtype)
         self.plan = Plan(
             name=space.name,
@@ -56,15 +66,16 @@ class RunBuilder:
         self.layout = state_layout(self.sizes, dtype=self.settings.dtype, page_tokens=self.settings.page_tokens)
         self.lowerings: list[Lowering] = []
         self.optimizer = self.space.optimizer_state(self.parameters, kept=self._keeps_optimizer())
+        self.shards = {
+            shard: replace(self.optimizer, parameters=parameters, shard=shard)
+            for shard, parameters in self.cut.shards.items()
+        }
 
     def build(self) -> Plan:
         """Return the plan."""
         self._add_weights()
         if self.settings.update_weights:
-            for value in self.optimizer.values():
-                self.plan.value(value)
-            if self.optimizer.source is not None:
-                self.plan.add(load_stage(self.optimizer, name="load optimizer", weights=names.WEIGHTS))
+            self._add_optimizer()
         for step in self.steps:
             StepBuilder(self, step).build()
             self._add_checkpoints(step)
@@ -72,12 +83,31 @@ class RunBuilder:
             self.plan.hooks["actual"] = self.actual_sizes
             self.plan.kept_folders = (ROLLOUTS_FOLDER,)
         first = names.update_prefix(0, 0, self.settings.epochs_per_step)
-        gradients = names.gradients(first)
-        self.plan.taps["gradients"] = Tap(
-            after=f"merge {first.rstrip('/')}",
-            run=lambda context, path: checkpoint.save_gradients(context, path, gradients),
-        )
+        self.plan.taps["gradients"] = Tap(after=f"merge {first.rstrip('/')}", run=self._gradients_writer(first))
         return self.plan
+
+    def _gradients_writer(self, update: str) -> Callable[[StageContext, str], None]:
+        """Return what writes the gradients of an update to a path."""
+        gradients = names.gradients(update)
+        shards = [(names.shard_gradients(update, shard), state) for shard, state in self.shards.items()]
+        if shards:
+            return lambda context, path: shard_files.save_gradients(context, path, shards)
+        return lambda context, path: checkpoint.save_gradients(context, path, gradients)
+
+    def _add_optimizer(self) -> None:
+        """Declare the optimizer's state, and hold its source, if any, against the weights."""
+        states = list(self.shards.values()) or [self.optimizer]
+        for state in states:
+            for value in state.values():
+                self.plan.value(value)
+        source = self.optimizer.source
+        if source is not None and not self.shards:
+            self.plan.add(load_stage(self.optimizer, name="load optimizer", weights=names.WEIGHTS))
+        elif source is not None:
+            self.plan.add(check_stage(states, name="load optimizer"))
+            for shard, state in self.shards.items() if MASTER in source.contents.kinds else ():
+                name = names.shard_weights(shard)
+                self.plan.add(restore_stage(state, name=f"load optimizer/{shard}", weights=name))
 
     def actual_sizes(self) -> ActualSizes:
         """Return the sizes of what was planned at its largest, now that it is known how much was sampled."""
@@ -143,7 +173,45 @@ class RunBuilder:
         known = [entry for step in self.space.advantages for entry in step if entry is not None]
         return [note for entry in known for note in entry.notes]
 
+    def _add_shards(self) -> None:
+        """Add the model's skeleton and the weights of its shards, each loaded by a stage of its own."""
+        policy, dtype, seed = self.policy, self.settings.dtype, self.settings.seed
+        config = {"policy": policy.fingerprint, "dtype": dtype_name(dtype), "seed": seed}
+        buffers = self.space.estimator.buffers()
+        self.plan.value(
+            Value(name=names.WEIGHTS, tensors=buffers, kind=ValueKind.ORDERED, tiers=(Tier.DEVICE,), provided=True)
+        )
+        self.plan.add(
+            Stage(
+                name="load",
+                kind="load",
+                run=lambda context: checkpoint.load_skeleton(context, policy, dtype),
+                config=config,
+                writes=(names.WEIGHTS,),
+                workspace_bytes=self.space.estimator.skeleton_workspace_bytes,
+            )
+        )
+        for shard, state in self.shards.items():
+            name = names.shard_weights(shard)
+            value = self.plan.value(flat_value(name, state, dtype_name(dtype), ValueKind.ORDERED))
+            largest = max(spec.num_elements for spec in state.parameters.values())
+            self.plan.add(
+                Stage(
+                    name=f"load {shard}",
+                    kind="load",
+                    run=partial(checkpoint.load_shard, policy=policy, seed=seed, shard=shard, state=state),
+                    config={**config, "shard": shard},
+                    reads=(names.WEIGHTS,),
+                    writes=(name,),
+                    workspace_bytes=largest * max(dtype.itemsize, policy.default_dtype().itemsize),
+                    cost=_load_cost(value.nbytes, drawn=policy.location is None),
+                )
+            )
+
     def _add_weights(self) -> None:
+        if self.shards:
+            self._add_shards()
+            return
         policy, dtype, seed = self.policy, self.settings.dtype, self.settings.seed
         weights = self.plan.value(
             Value(
@@ -183,30 +251,56 @@ class RunBuilder:
         return self.policy.default_dtype() if self.policy.location is not None else self.settings.dtype
 
     def _add_saved_optimizer(self, name: str, step: int) -> None:
-        stage, value = save_stage(
-            self.optimizer,
-            name=name,
-            path=f"{name}.safetensors",
-            weights=names.WEIGHTS,
-            updates=(step + 1) * self.settings.epochs_per_step,
-            checkpoint_dtype=self._checkpoint_dtype,
-        )
+        path, updates = f"{name}.safetensors", (step + 1) * self.settings.epochs_per_step
+        if self.shards:
+            stage, value = save_shards_stage(
+                list(self.shards.values()),
+                name=name,
+                path=path,
+                weights=list(map(names.shard_weights, self.shards)),
+                updates=updates,
+                checkpoint_dtype=self._checkpoint_dtype,
+            )
+        else:
+            stage, value = save_stage(
+                self.optimizer,
+                name=name,
+                path=path,
+                weights=names.WEIGHTS,
+                updates=updates,
+                checkpoint_dtype=self._checkpoint_dtype,
+            )
         self.plan.value(value)
         self.plan.add(stage)
 
     def _add_checkpoint(self, name: str) -> None:
         tokenizer, dtype = self.space.tokenizer, self._checkpoint_dtype
         nbytes = checkpoint.checkpoint_bytes(self.parameters, self.policy, dtype.itemsize)
-        copied = sum(spec.num_elements for spec in self.parameters.values()) * dtype.itemsize
+        streams: tuple[Stream, ...] = ()
+        shards = self.shards
+        if shards:
+            copied = max(state.piece_elements for state in shards.values()) * dtype.itemsize
+            nbytes += len(self.parameters) * shard_files.INDEX_BYTES_A_TENSOR
+            streams = (Stream(values=tuple(map(names.shard_weights, shards))),)
+        else:
+            copied = sum(spec.num_elements for spec in self.parameters.values()) * dtype.itemsize
+
+        def run(context: StageContext) -> None:
+            if shards:
+                shard_files.save_checkpoint(context, tokenizer, dtype, name, shards)
+            else:
+                checkpoint.save(context, tokenizer, dtype, name)
+
         self.plan.value(file_value(name, nbytes))
         self.plan.add(
             Stage(
                 name=name,
                 kind="checkpoint",
-                run=lambda context: checkpoint.save(context, tokenizer, dtype, name),
+                run=run,
                 config={"dtype": dtype_name(dtype)},
                 reads=(names.WEIGHTS,),
                 writes=(name,),
+                streams=streams,
                 workspace_bytes=0 if dtype is self.settings.dtype else copied,
                 cost=Cost(written_bytes=float(nbytes)),
                 durable=True,

@@ -22,11 +22,21 @@ from stages.learning_rate import learning_rate_at
 from stages.loss_stage import LossStage, loss_groups
 from stages.lower import Lowering
 from stages.metrics import MetricsLine
+from stages.optimizer import OptimizerState
 from stages.rewards import SampledGroup
 from stages.sampling import SampleWork, SamplingOptions, add_rollout, rollout_value
+from stages.spans import EMBEDDING, flat_value
 from stages.state import Visible
 from stages.step_record import StepRecord
-from stages.update import adamw_stage, clip_stage, clip_value, merge_stage
+from stages.update import (
+    adamw_stage,
+    clip_norms_stage,
+    clip_stage,
+    clip_value,
+    merge_stage,
+    norms_stage,
+    norms_value,
+)
 
 if TYPE_CHECKING:
     from stages.build import RunBuilder
@@ -52,18 +62,20 @@ class StepBuilder:
         lowering = self._lowering(update)
         self._declare_gradients(update)
         trees = self.space.trees(self.step, update)
-        states = [lowering.forward_prompt(tree) for _, tree in trees]
-        if epoch == 0 and self.sampled:
-            self._add_rollouts([(index, state) for (index, _), state in zip(trees, states, strict=True)])
-        for (_, tree), state in zip(trees, states, strict=True):
-            lowering.forward_below((tree,), state)
+        for span in self.run.cut.spans:
+            states = [lowering.forward_prompt(tree, span) for _, tree in trees]
+            if epoch == 0 and self.sampled:
+                self._add_rollouts([(index, state) for (index, _), state in zip(trees, states, strict=True)])
+            for (_, tree), state in zip(trees, states, strict=True):
+                lowering.forward_below((tree,), state, span)
         self._add_loss(update, lowering)
         self.first = self.first or lowering
         self.run.lowerings.append(lowering)
-        if lowering.lookup_apart:
+        if lowering.lookup_apart and self.space.has_few_lookups:
             self.plan.add(self.space.lookups[self.step].stage(update))
-        for _, tree in reversed(trees):
-            lowering.backward((tree,))
+        for span in reversed(self.run.cut.spans):
+            for _, tree in reversed(trees):
+                lowering.backward((tree,), span)
         self._add_optimizer_stages(update, epoch)
 
     def _lowering(self, update: str) -> Lowering:
@@ -84,23 +96,35 @@ class StepBuilder:
             stored_inputs=choices["stored_inputs"],
             state_tiers=self.settings.state_tiers,
             exact=self.settings.gradient == "exact",
-            head_apart=run.tied and not self.space.has_few_lookups,
-            lookup_apart=run.tied and self.space.has_few_lookups,
+            cut=run.cut,
+            shards=run.shards,
+            head_apart=run.tied and run.cut.is_whole and not self.space.has_few_lookups,
+            lookup_apart=run.tied and (self.space.has_few_lookups or not run.cut.is_whole),
         )
 
     def _declare_gradients(self, update: str) -> None:
         run, wide = self.run, dtype_name(self.run.wide)
         gradients = {name: TensorSpec(shape=spec.shape, dtype=wide) for name, spec in run.parameters.items()}
         name, kind = names.gradients(update), ValueKind.ACCUMULATOR
-        self.plan.value(Value(name=name, tensors=gradients, kind=kind, tiers=(Tier.DEVICE,)))
-        if not run.tied:
-            return
+        if run.cut.is_whole:
+            self.plan.value(Value(name=name, tensors=gradients, kind=kind, tiers=(Tier.DEVICE,)))
+        for shard, state in run.shards.items():
+            self.plan.value(flat_value(names.shard_gradients(update, shard), state, wide, kind))
+        if run.tied:
+            self._declare_other_share(update, wide)
+
+    def _declare_other_share(self, update: str, wide: str) -> None:
+        """Declare what a tied embedding's gradient has beside the parameters' own accumulator."""
+        run, shape = self.run, (self.run.sizes.vocab, self.run.sizes.hidden)
         if self.space.has_few_lookups:
             for value in self.space.lookups[self.step].values(update, hidden=run.sizes.hidden, dtype=wide):
                 self.plan.value(value)
             return
-        whole = {HEAD_GRADIENT: TensorSpec(shape=(run.sizes.vocab, run.sizes.hidden), dtype=wide)}
-        self.plan.value(movable(names.head_gradients(update), whole, kind=kind))
+        name, tensor = names.head_gradients(update), HEAD_GRADIENT
+        if not run.cut.is_whole:
+            name, tensor = names.lookup(update), "rows"
+        spec = TensorSpec(shape=shape, dtype=wide)
+        self.plan.value(movable(name, {tensor: spec}, kind=ValueKind.ACCUMULATOR))
 
     # Rollouts
 
@@ -178,44 +202,79 @@ class StepBuilder:
         )
 
     def _add_optimizer_stages(self, update: str, epoch: int) -> None:
-        run, options, ending = self.run, self.settings.optimizer, update.rstrip("/")
-        gradients, clip = names.gradients(update), names.clip(update)
-        few = self.space.has_few_lookups
+        options, ending = self.settings.optimizer, update.rstrip("/")
+        shards, gradients, clip = self.run.shards, names.gradients(update), names.clip(update)
+        self._add_merge(update)
+        if not self.settings.update_weights:
+            self._add_metrics(update, epoch, None, after=names.WEIGHTS if shards else gradients)
+            return
+        self.plan.value(clip_value(clip, self.settings.dtype))
+        if not shards:
+            value, limit = self.plan.values[gradients], options.max_grad_norm
+            self.plan.add(clip_stage(name=f"clip {ending}", gradients=value, clip=clip, max_grad_norm=limit))
+            rate = self._add_adamw(update, epoch, self.run.optimizer, gradients, names.WEIGHTS)
+            self._add_metrics(update, epoch, rate, after=names.WEIGHTS)
+            return
+        norms = [self._add_norms(update, shard) for shard in shards]
+        self.plan.add(
+            clip_norms_stage(name=f"clip {ending}", norms=norms, clip=clip, max_grad_norm=options.max_grad_norm)
+        )
+        for shard, state in shards.items():
+            mine = names.shard_gradients(update, shard)
+            rate = self._add_adamw(update, epoch, state, mine, names.shard_weights(shard))
+        self._add_metrics(update, epoch, rate, after=clip)
+
+    def _add_merge(self, update: str) -> None:
+        run, few = self.run, self.space.has_few_lookups
+        lookup = (names.lookup(update), names.lookup_ids(update) if few else "")
+        mine = EMBEDDING if run.cut.is_tied else ""
+        name = f"merge {update.rstrip('/')}"
+        if run.cut.is_whole:
+            head = names.head_gradients(update) if run.tied and not few else None
+            self.plan.add(
+                merge_stage(
+                    name=name,
+                    gradients=names.gradients(update),
+                    head_gradients=head,
+                    lookup=lookup if run.tied and few else None,
+                )
+            )
+            return
         self.plan.add(
             merge_stage(
-                name=f"merge {ending}",
-                gradients=gradients,
-                head_gradients=names.head_gradients(update) if run.tied and not few else None,
-                lookup=(names.lookup(update), names.lookup_ids(update)) if run.tied and few else None,
+                name=name,
+                gradients=names.shard_gradients(update, mine) if mine else "",
+                lookup=lookup if mine else None,
+                embedding=run.shards.get(mine),
+                others=[names.shard_gradients(update, shard) for shard in run.shards if shard != mine],
             )
         )
-        if not self.settings.update_weights:
-            self._add_metrics(update, epoch, None, after=gradients)
-            return
+
+    def _add_norms(self, update: str, shard: str) -> str:
+        """Add the stage that takes the norms of a shard's gradients; return the name of what it writes."""
+        state, norms = self.run.shards[shard], names.norms(update, shard)
+        self.plan.value(norms_value(norms, state))
+        name, gradients = f"norms {update.rstrip('/')}/{shard}", names.shard_gradients(update, shard)
+        self.plan.add(norms_stage(name=name, gradients=gradients, state=state, norms=norms))
+        return norms
+
+    def _add_adamw(self, update: str, epoch: int, state: OptimizerState, gradients: str, weights: str) -> float:
+        """Add the stage that updates ``weights``; return its learning rate."""
         number = self.step * self.settings.epochs_per_step + epoch
         rate = self._learning_rate(number)
-        self.plan.value(clip_value(clip, self.settings.dtype))
-        self.plan.add(
-            clip_stage(
-                name=f"clip {ending}",
-                gradients=self.plan.values[gradients],
-                clip=clip,
-                max_grad_norm=options.max_grad_norm,
-            )
-        )
         self.plan.add(
             adamw_stage(
-                run.optimizer,
-                name=f"adamw {ending}",
+                state,
+                name=f"adamw {update.rstrip('/')}{'/' + state.shard if state.shard else ''}",
                 update=number,
                 gradients=gradients,
-                clip=clip,
-                weights=names.WEIGHTS,
-                options=options,
+                clip=names.clip(update),
+                weights=weights,
+                options=self.settings.optimizer,
                 learning_rate=rate,
             )
         )
-        self._add_metrics(update, epoch, rate, after=names.WEIGHTS)
+        return rate
 
     def _learning_rate(self, number: int) -> float:
         return learning_rate_at(

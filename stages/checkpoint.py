@@ -20,6 +20,8 @@ from engine.plan import TensorSpec
 from engine.run import atomic_directory, atomic_file, disk_usage_bytes
 from models.policy import PolicySource, quiet
 from stages import names
+from stages.optimizer import OptimizerState
+from stages.spans import attached
 
 _HEADER_BYTES_A_TENSOR = 110
 _FIXED_BYTES = 2048
@@ -31,6 +33,19 @@ def load(context: StageContext, policy: PolicySource, dtype: torch.dtype, seed: 
     model = policy.load(dtype, seed=seed)
     tensors = [*model.hf.parameters(), *model.hf.buffers()]
     context.provide(names.WEIGHTS, tensors=(tensor.detach() for tensor in tensors), item=model)
+
+
+def load_skeleton(context: StageContext, policy: PolicySource, dtype: torch.dtype) -> None:
+    """Bring the model without its weights to the device."""
+    model = policy.skeleton(dtype)
+    context.provide(names.WEIGHTS, tensors=model.hf.buffers(), item=model)
+
+
+def load_shard(context: StageContext, policy: PolicySource, seed: int, shard: str, state: OptimizerState) -> None:
+    """Bring a shard's weights to its Value."""
+    model = context.item(names.WEIGHTS)
+    with attached(context, model, {shard: state}):
+        policy.load_part(model, state.of_value(context, names.shard_weights(shard)), seed=seed)
 
 
 def save(context: StageContext, tokenizer: Any, dtype: torch.dtype, name: str) -> None:

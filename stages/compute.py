@@ -16,6 +16,7 @@ sweep      backward   yes                         no
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +30,14 @@ from models.float64 import lifted_casts
 from models.geometry import StateLayout
 from stages import names
 from stages.kept import ChunkInputs, KeptInputs
+from stages.optimizer import OptimizerState
 from stages.sampled import read_responses
+from stages.spans import EMBEDDING, Span, attached
 from stages.state import Column, PagedPrefix, Visible, page_runs, read_cotangent, write_state
 from stages.tree import Batch, Chunk, Responses, Sampled
+
+ENTRY = "hidden"
+# The tensor of a hidden state between spans, and of its cotangent: [branches * tokens, hidden size].
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +55,9 @@ class ChunkWork:
 
     ``visible`` are the columns that it attends to, with the tokens visible in each; ``own`` are its node's columns
     that its tokens lie in, empty where no later token sees its state. ``kept`` is what its forward keeps for its
-    backward. ``update`` is the prefix of the update it belongs to. Where tokens are sampled, Values have room for the
-    most there can be and the first of them are used.
+    backward. ``span`` are the layers it goes through, ``shards`` the weights that it takes for that. ``update`` is the
+    prefix of the update it belongs to. Where tokens are sampled, Values have room for the most there can be and the
+    first of them are used.
     """
 
     name: str
@@ -59,6 +66,8 @@ class ChunkWork:
     visible: Visible
     own: tuple[Column, ...]
     kept: KeptInputs | None
+    span: Span
+    shards: Mapping[str, OptimizerState]
     layout: StateLayout
     head: HeadOptions
 
@@ -66,6 +75,11 @@ class ChunkWork:
     def max_rows(self) -> int:
         """The number of scored rows, at most."""
         return self.chunk.max_rows
+
+    @property
+    def scores_rows(self) -> bool:
+        """Whether rows meet the head behind these layers."""
+        return bool(self.max_rows) and self.span.is_last
 
     @property
     def score_tensors(self) -> dict[str, TensorSpec]:
@@ -93,18 +107,23 @@ class ChunkWork:
         if not batch.num_tokens:
             return
         model = context.item(names.WEIGHTS)
-        with lifted_casts(model.dtype):
+        with attached(context, model, self.shards), lifted_casts(model.dtype):
             hidden = forward_chunk(
                 model,
-                context.index(batch.padded_ids),
+                self._ids(context, batch),
                 first_position=self.chunk.first_position,
-                prefix=PagedPrefix(context, self.visible),
+                prefix=self._prefix(context),
                 keep_state=self._keeper(context) if self.own else None,
-                want_hidden=bool(self.max_rows),
+                want_hidden=self.scores_rows or not self.span.is_last,
                 inputs=self._inputs(context, batch),
+                layers=self.span.layers,
+                entry_BSC=self._entry(context),
             )
-            if hidden is not None:
+            if hidden is not None and self.span.is_last:
                 self._score(context, model, batch, hidden)
+            elif hidden is not None:
+                following = context.tensors(names.entry(self.name, self.span.index + 1))
+                following[ENTRY].copy_(hidden.flatten(0, 1))
 
     def _score(self, context: StageContext, model: Any, batch: Batch, hidden_BSC: torch.Tensor) -> None:
         rows, targets = _rows_and_targets(context, batch)
@@ -125,20 +144,27 @@ class ChunkWork:
             return
         model = context.item(names.WEIGHTS)
         model.accumulate_into(*self._accumulators(context))
-        with lifted_casts(model.dtype):
-            backward_chunk(
+        with attached(context, model, self.shards), lifted_casts(model.dtype):
+            d_entry = backward_chunk(
                 model,
-                context.index(batch.padded_ids),
+                self._ids(context, batch),
                 first_position=self.chunk.first_position,
-                prefix=PagedPrefix(context, self.visible),
+                prefix=self._prefix(context),
                 state_cotangent=self._cotangents(context, batch) if self._has_cotangents else None,
-                head_backward=self._head_backward(context, model, batch) if self.max_rows else None,
+                head_backward=self._head_backward(context, model, batch) if self.scores_rows else None,
                 inputs=self._inputs(context, batch),
+                layers=self.span.layers,
+                entry_BSC=self._entry(context),
+                d_out_BSC=self._d_out(context),
             )
+            if d_entry is not None and not self.span.is_first:
+                context.tensors(names.entry_cotangent(self.name, self.span.index))[ENTRY].copy_(d_entry.flatten(0, 1))
         model.accumulate_into({})
 
     def _accumulators(self, context: StageContext) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Return the accumulators by the names of `models.dense`, and the ids of the embedding's rows if not all."""
+        if self.shards:
+            return self._shard_accumulators(context)
         gradients = dict(context.tensors(names.gradients(self.update)))
         if names.head_gradients(self.update) in context.stage.updates:
             gradients |= context.tensors(names.head_gradients(self.update))
@@ -147,6 +173,20 @@ class ChunkWork:
         rows, ids = context.tensors(names.lookup(self.update)), context.tensors(names.lookup_ids(self.update))
         whole = gradients[EMBEDDING_GRADIENT]
         return {**gradients, HEAD_GRADIENT: whole, EMBEDDING_GRADIENT: rows["rows"]}, ids["ids"]
+
+    def _shard_accumulators(self, context: StageContext) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        gradients: dict[str, torch.Tensor] = {}
+        for shard, state in self.shards.items():
+            name = names.shard_gradients(self.update, shard)
+            if name in context.stage.updates:
+                gradients |= state.of_value(context, name)
+        if EMBEDDING_GRADIENT in gradients and EMBEDDING in self.shards:
+            gradients[HEAD_GRADIENT] = gradients[EMBEDDING_GRADIENT]
+        if names.lookup(self.update) not in context.stage.updates:
+            return gradients, None
+        gradients[EMBEDDING_GRADIENT] = context.tensors(names.lookup(self.update))["rows"]
+        ids = names.lookup_ids(self.update)
+        return gradients, context.tensors(ids)["ids"] if ids in context.stage.reads else None
 
     def config(self) -> dict[str, object]:
         """Return what decides the result besides the inputs, for the recipe key."""
@@ -157,6 +197,7 @@ class ChunkWork:
             "visible": page_runs(self.visible),
             "temperature": self.head.temperature,
             "head_rows": self.head.block_rows,
+            "layers": [self.span.layers.start, self.span.layers.stop],
         }
 
     def _content(self, content: Any) -> list[object]:
@@ -170,12 +211,33 @@ class ChunkWork:
     def _has_cotangents(self) -> bool:
         return any(column.cotangent is not None for column in self.own)
 
+    def _ids(self, context: StageContext, batch: Batch) -> torch.Tensor | None:
+        return context.index(batch.padded_ids) if self.span.is_first else None
+
+    def _prefix(self, context: StageContext) -> PagedPrefix:
+        return PagedPrefix(context, self.visible, self.span.layers.start)
+
+    def _entry(self, context: StageContext) -> torch.Tensor | None:
+        """Return the hidden state with which the chunk enters the span, ``[B, S, C]``; None for the embedding."""
+        if self.span.is_first:
+            return None
+        return self._branches(context.tensors(names.entry(self.name, self.span.index))[ENTRY])
+
+    def _d_out(self, context: StageContext) -> torch.Tensor | None:
+        """Return the cotangent of the hidden state with which the chunk leaves the span; None behind the last one."""
+        if self.span.is_last:
+            return None
+        return self._branches(context.tensors(names.entry_cotangent(self.name, self.span.index + 1))[ENTRY])
+
+    def _branches(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(len(self.chunk.nodes), -1, rows.shape[1])
+
     def _inputs(self, context: StageContext, batch: Batch) -> ChunkInputs | None:
         return None if self.kept is None else ChunkInputs(context, self.kept, num_tokens=batch.num_tokens)
 
     def _keeper(self, context: StageContext) -> Any:
         def keep(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-            write_state(context, self.own, layer, self.chunk.start, key, value)
+            write_state(context, self.own, layer - self.span.layers.start, self.chunk.start, key, value)
 
         return keep
 
@@ -183,7 +245,8 @@ class ChunkWork:
         stop = self.chunk.start + batch.num_tokens
 
         def cotangent(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return read_cotangent(context, self.own, layer, self.chunk.start, stop, self.layout)
+            own_layer = layer - self.span.layers.start
+            return read_cotangent(context, self.own, own_layer, self.chunk.start, stop, self.layout)
 
         return cotangent
 

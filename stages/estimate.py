@@ -8,6 +8,7 @@ have the same workspace, so results are remembered by the shape that the caller 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cached_property
 
 import torch
 
@@ -36,7 +37,7 @@ class Estimator:
     """
 
     def __init__(self, policy: PolicySource, dtype: torch.dtype) -> None:
-        self._drawn = policy.location is None
+        self._policy, self._dtype, self._drawn = policy, dtype, policy.location is None
         meter = LiveBytes()
         with meter:
             self._model = TracedModel(policy.sizes_only(dtype))
@@ -64,6 +65,13 @@ class Estimator:
                 raise self._refusal(error) from error
         check = _CHECK_FORWARDS * (meter.peak[DEVICE] - entry)
         return max(self._building_bytes if self._drawn else largest, check)
+
+    @cached_property
+    def skeleton_workspace_bytes(self) -> int:
+        """Device bytes that loading a model without its weights needs: one layer is, to check the architecture."""
+        small = Estimator(self._policy.small(), self._dtype)
+        held = [*small.parameters().values(), *small.buffers().values()]
+        return sum(spec.nbytes for spec in held) + small.load_workspace_bytes()
 
     def _refusal(self, error: Exception) -> UnsupportedModelError:
         kind = self._model.hf.config.model_type

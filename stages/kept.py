@@ -24,6 +24,7 @@ from engine.budget import Tier
 from engine.context import StageContext
 from engine.plan import ALL_TIERS, Stream, TensorSpec, Value, ValueKind
 from models.geometry import Geometry, StateLayout
+from stages.spans import Span
 from stages.tree import Chunk
 
 STORED_INPUTS_LADDER = (2, 1, 0)
@@ -34,13 +35,13 @@ STORED_INPUTS_LADDER = (2, 1, 0)
 class KeptInputs:
     """The Values that a chunk keeps.
 
-    ``inputs`` has the inputs of the layers from the second on, and the last one's output where the chunk has scored
+    ``inputs`` has the inputs of the span's layers from the second on, and the model's output where the chunk has scored
     rows: ``[pieces, B, S, C]``. ``attention`` and ``logsumexp`` have what attention gave in the layers that run it,
-    ``[pieces, B, S, H * D]`` and ``[pieces, B, S, H]``, the latter in the accumulation dtype; None where that is not
-    kept.
+    ``[pieces, B, S, H * D]`` and ``[pieces, B, S, H]``, the latter in the accumulation dtype. What is not kept is None.
     """
 
-    inputs: Value
+    first_layer: int
+    inputs: Value | None = None
     attention: Value | None = None
     logsumexp: Value | None = None
 
@@ -64,28 +65,31 @@ def kept_inputs(
     layout: StateLayout,
     *,
     level: int,
+    span: Span,
     tiers: tuple[Tier, ...] = ALL_TIERS,
 ) -> KeptInputs | None:
-    """Return what the chunk ``name`` keeps at a ``level`` of ``stored_inputs``; None where that is nothing.
+    """Return what the chunk ``name`` keeps of a span at a ``level`` of ``stored_inputs``; None where that is nothing.
 
     It may live on ``tiers``.
     """
-    num_pieces = layout.layers if chunk.max_rows else layout.layers - 1
-    if not level or not num_pieces:
+    last_runs = bool(chunk.max_rows) or not span.is_last
+    num_inputs = len(span.layers) - (not chunk.max_rows or not span.is_last)
+    num_results = (len(span.layers) if last_runs else len(span.layers) - 1) if level > 1 else 0
+    if not level or not (num_inputs or num_results):
         return None
 
-    def value(kind: str, width: int, dtype: str) -> Value:
+    def value(kind: str, num_pieces: int, width: int, dtype: str) -> Value | None:
+        if not num_pieces:
+            return None
         shape = (num_pieces, len(chunk.nodes), chunk.max_tokens, width)
         tensors = {kind: TensorSpec(shape=shape, dtype=dtype)}
         return Value(name=f"{name}/{kind}", tensors=tensors, kind=ValueKind.ORDERED, tiers=tiers)
 
-    inputs = value("inputs", sizes.hidden, layout.dtype)
-    if level == 1:
-        return KeptInputs(inputs=inputs)
     return KeptInputs(
-        inputs=inputs,
-        attention=value("attention", sizes.heads * sizes.head_dim, layout.dtype),
-        logsumexp=value("logsumexp", sizes.heads, layout.cotangent_dtype),
+        first_layer=span.layers.start,
+        inputs=value("inputs", num_inputs, sizes.hidden, layout.dtype),
+        attention=value("attention", num_results, sizes.heads * sizes.head_dim, layout.dtype),
+        logsumexp=value("logsumexp", num_results, sizes.heads, layout.cotangent_dtype),
     )
 
 
@@ -93,32 +97,38 @@ class ChunkInputs:
     """Reads and writes a chunk's `KeptInputs`: `models.chunk.LayerInputs`."""
 
     def __init__(self, context: StageContext, kept: KeptInputs, *, num_tokens: int) -> None:
-        self._context, self._name, self._num_tokens = context, kept.inputs.name, num_tokens
+        self._context, self._num_tokens = context, num_tokens
+        self._name = "" if kept.inputs is None else kept.inputs.name
+        self._second_layer = kept.first_layer + 1
         self.results: ChunkResults | None = None
         if kept.attention is not None and kept.logsumexp is not None:
-            self.results = ChunkResults(context, kept.attention.name, kept.logsumexp.name, num_tokens)
+            names = kept.attention.name, kept.logsumexp.name
+            self.results = ChunkResults(context, *names, num_tokens=num_tokens, first_layer=kept.first_layer)
 
     def keep(self, layer: int, hidden_BSC: torch.Tensor) -> None:
-        self._context.write_rows(self._name, layer - 1, 0, hidden_BSC.unbind())
+        self._context.write_rows(self._name, layer - self._second_layer, 0, hidden_BSC.unbind())
 
     def recall(self, layer: int) -> torch.Tensor:
-        return self._context.piece(self._name, layer - 1)[:, : self._num_tokens]
+        return self._context.piece(self._name, layer - self._second_layer)[:, : self._num_tokens]
 
 
 class ChunkResults:
     """Reads and writes what attention gave: `models.attention.AttentionResults`."""
 
-    def __init__(self, context: StageContext, out: str, lse: str, num_tokens: int) -> None:
+    def __init__(self, context: StageContext, out: str, lse: str, *, num_tokens: int, first_layer: int) -> None:
         self._context, self._out, self._lse, self._num_tokens = context, out, lse, num_tokens
+        self._first_layer = first_layer
         self._recalls = not any(stream.updates and out in stream.values for stream in context.stage.streams)
 
     def keep(self, layer: int, out_BHSD: torch.Tensor, lse_BHS: torch.Tensor) -> None:
-        self._context.write_rows(self._out, layer, 0, out_BHSD.transpose(1, 2).flatten(2).unbind())
-        self._context.write_rows(self._lse, layer, 0, lse_BHS.transpose(1, 2).unbind())
+        piece = layer - self._first_layer
+        self._context.write_rows(self._out, piece, 0, out_BHSD.transpose(1, 2).flatten(2).unbind())
+        self._context.write_rows(self._lse, piece, 0, lse_BHS.transpose(1, 2).unbind())
 
     def recall(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not self._recalls:
             return None
-        out_BSE = self._context.piece(self._out, layer)[:, : self._num_tokens]
-        lse_BSH = self._context.piece(self._lse, layer)[:, : self._num_tokens]
+        piece = layer - self._first_layer
+        out_BSE = self._context.piece(self._out, piece)[:, : self._num_tokens]
+        lse_BSH = self._context.piece(self._lse, piece)[:, : self._num_tokens]
         return out_BSE.unflatten(2, (lse_BSH.shape[2], -1)).transpose(1, 2), lse_BSH.transpose(1, 2)

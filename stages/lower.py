@@ -14,13 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.budget import Tier
-from engine.plan import Cost, Plan, Stage, Stream, Value
+from engine.plan import Cost, Plan, Stage, Stream, TensorSpec, Value, movable
 from models.geometry import Geometry, StateLayout
 from stages import names
-from stages.compute import ChunkWork, HeadOptions
+from stages.compute import ENTRY, ChunkWork, HeadOptions
 from stages.estimate import Estimator
 from stages.kept import kept_inputs
+from stages.optimizer import OptimizerState
 from stages.sampled import VECTOR_TIERS
+from stages.spans import EMBEDDING, Cut, Span
 from stages.state import Column, Visible, before, between, column_values, make_columns, num_pages, whole
 from stages.tree import Chunk, Node, chunks_of, waves_of
 
@@ -29,11 +31,12 @@ from stages.tree import Chunk, Node, chunks_of, waves_of
 class Lowering:
     """Adds the stages of the token trees of one update to a plan.
 
-    ``update`` is the update's prefix; ``state_tiers`` are those that state, cotangents and stored inputs may live on;
-    ``head_apart`` and ``lookup_apart`` say whether a tied embedding's gradient has
-    an accumulator beside the parameters' own for the head's share, or for the look-up's (`stages.lookup`);
-    ``works`` collects the scored chunks in the order in which they are scored,
-    ``sampled`` the stages whose tokens are sampled, which may turn out to need less than is planned for them.
+    ``update`` is the update's prefix; ``state_tiers`` are those that state, cotangents and stored inputs may live on.
+    ``cut`` are the model's layer spans, ``shards`` the layout of their weights; stages are added a span at a time, the
+    backward's from the last span to the first. ``head_apart`` and ``lookup_apart`` say whether a tied embedding's
+    gradient has an accumulator beside the parameters' own for the head's share, or for the look-up's (`stages.lookup`).
+    ``works`` collects the scored chunks in the order in which they are scored, ``sampled`` the stages whose tokens are
+    sampled, which may turn out to need less than is planned for them.
     """
 
     plan: Plan
@@ -47,40 +50,42 @@ class Lowering:
     stored_inputs: int
     state_tiers: tuple[Tier, ...]
     exact: bool
+    cut: Cut
+    shards: Mapping[str, OptimizerState]
     head_apart: bool
     lookup_apart: bool
     works: list[ChunkWork] = field(default_factory=list)
     sampled: list[tuple[Stage, ChunkWork]] = field(default_factory=list)
-    _states: dict[str, Visible] = field(default_factory=dict)
+    _states: dict[tuple[str, int], Visible] = field(default_factory=dict)
     _prompts: set[str] = field(default_factory=set)
 
-    def forward_prompt(self, tree: Node) -> Visible:
+    def forward_prompt(self, tree: Node, span: Span) -> Visible:
         """Add the forward stages of a tree's root, where ``stop-prompt`` stops the gradient; return its state."""
         self._prompts.add(tree.name)
-        return self._forward_own((tree,), ())
+        return self._forward_own((tree,), (), span)
 
-    def forward_below(self, nodes: tuple[Node, ...], path: Visible) -> None:
+    def forward_below(self, nodes: tuple[Node, ...], path: Visible, span: Span) -> None:
         """Add the forward stages of everything below a node whose state, with all before it, is ``path``."""
         for wave in self._waves(nodes):
-            self.forward_below(wave, path + self._forward_own(wave, path))
+            self.forward_below(wave, path + self._forward_own(wave, path, span), span)
 
-    def _forward_own(self, nodes: tuple[Node, ...], path: Visible) -> Visible:
+    def _forward_own(self, nodes: tuple[Node, ...], path: Visible, span: Span) -> Visible:
         """Add the forward stages of a node (or of a wave of sibling leaves); return its own state."""
         chunks = chunks_of(nodes, self.chunk_tokens)
-        state = self._states[nodes[0].name] = whole(self._declare_columns(nodes, chunks))
+        state = self._states[nodes[0].name, span.index] = whole(self._declare_columns(nodes, chunks, span))
         for chunk in chunks:
-            self._forward_chunk(self._work(chunk, path, state))
+            self._forward_chunk(self._work(chunk, path, state, span, backward=False))
         return state
 
-    def backward(self, nodes: tuple[Node, ...], path: Visible = ()) -> None:
+    def backward(self, nodes: tuple[Node, ...], span: Span, path: Visible = ()) -> None:
         """Add the backward stages of everything below a node, then of its own chunks from last to first."""
         chunks = chunks_of(nodes, self.chunk_tokens)
-        state = self._states[nodes[0].name]
+        state = self._states[nodes[0].name, span.index]
         for wave in self._waves(nodes):
-            self.backward(wave, path + state)
+            self.backward(wave, span, path + state)
         for chunk in reversed(chunks):
             if self._is_differentiated(chunk):
-                self._backward_chunk(self._work(chunk, path, state))
+                self._backward_chunk(self._work(chunk, path, state, span, backward=True))
 
     def _waves(self, nodes: tuple[Node, ...]) -> list[tuple[Node, ...]]:
         return waves_of(nodes[0].children, chunk_tokens=self.chunk_tokens, branches_at_once=self.branches_at_once)
@@ -93,17 +98,18 @@ class Lowering:
         """Whether the loss reaches a node's state: always, except for the prompt when its gradient is stopped."""
         return self.exact or node.name not in self._prompts
 
-    def _declare_columns(self, nodes: tuple[Node, ...], chunks: Sequence[Chunk]) -> tuple[Column, ...]:
+    def _declare_columns(self, nodes: tuple[Node, ...], chunks: Sequence[Chunk], span: Span) -> tuple[Column, ...]:
         """Declare the columns of a node's state, as far as later tokens see it."""
         node = nodes[0]
         kept = node.max_inputs if node.children else (chunks[-1].start if len(nodes) == 1 else 0)
-        columns = make_columns(node.name, kept, self.layout, with_cotangents=self._has_cotangents(node))
+        layout = replace(self.layout, layers=len(span.layers))
+        columns = make_columns(span.of(node.name), kept, layout, with_cotangents=self._has_cotangents(node))
         for column in columns:
-            for value in column_values(column, self.layout, self.state_tiers):
+            for value in column_values(column, layout, self.state_tiers):
                 self.plan.value(value)
         return columns
 
-    def _work(self, chunk: Chunk, path: Visible, state: Visible) -> ChunkWork:
+    def _work(self, chunk: Chunk, path: Visible, state: Visible, span: Span, *, backward: bool) -> ChunkWork:
         last = chunk.nodes[-1].name.rsplit("/", 1)[-1] if len(chunk.nodes) > 1 else ""
         name = f"{chunk.nodes[0].name}{'-' + last if last else ''}/tokens{chunk.start}-{chunk.stop}"
         level = self.stored_inputs if self._is_differentiated(chunk) else 0
@@ -113,14 +119,20 @@ class Lowering:
             chunk=chunk,
             visible=path + before(state, chunk.start),
             own=between(state, chunk.start, chunk.stop),
-            kept=kept_inputs(name, chunk, self.sizes, self.layout, level=level, tiers=self.state_tiers),
+            kept=kept_inputs(
+                span.of(name), chunk, self.sizes, self.layout, level=level, span=span, tiers=self.state_tiers
+            ),
+            span=span,
+            shards={shard: self.shards[shard] for shard in self.cut.shards_of(span, with_head=bool(chunk.max_rows))},
             layout=self.layout,
             head=self.head,
         )
 
     def _forward_chunk(self, work: ChunkWork) -> None:
         writes: tuple[str, ...] = ()
-        if work.max_rows:
+        if not work.span.is_last:
+            writes = (self._declare_between(names.entry(work.name, work.span.index + 1), work),)
+        elif work.scores_rows:
             self.works.append(work)
             writes = (names.scores(work.name),)
             for name in (names.scores(work.name), names.derivatives(work.name)):
@@ -134,17 +146,41 @@ class Lowering:
             streams.append(work.kept.written())
         self._add(
             Stage(
-                name=f"{'score' if work.max_rows else 'prefill'} {work.name}",
+                name=f"{'score' if work.max_rows else 'prefill'} {work.span.of(work.name)}",
                 kind="score" if work.max_rows else "prefill",
                 run=work.forward,
                 config=work.config(),
-                reads=(names.WEIGHTS, *work.chunk.rollouts),
+                reads=(*self._weights(work), *work.chunk.rollouts),
                 writes=writes,
                 streams=tuple(stream for stream in streams if stream.values),
                 cost=self._cost(work, backward=False),
             ),
             work,
         )
+
+    def _declare_between(self, name: str, work: ChunkWork) -> str:
+        """Declare what a chunk hands from span to span, a hidden state or its cotangent; return its name."""
+        shape = (len(work.chunk.nodes) * work.chunk.max_tokens, self.sizes.hidden)
+        value = movable(name, {ENTRY: TensorSpec(shape=shape, dtype=self.layout.dtype)})
+        tiers = tuple(dict.fromkeys((Tier.DEVICE, *self.state_tiers)))  # it is on the device while stages use it
+        self.plan.value(replace(value, tiers=tuple(tier for tier in value.tiers if tier in tiers)))
+        return name
+
+    def _weights(self, work: ChunkWork) -> tuple[str, ...]:
+        """Return the Values with a chunk's weights, and with the hidden state that enters its layers."""
+        entry = () if work.span.is_first else (names.entry(work.name, work.span.index),)
+        return (names.WEIGHTS, *map(names.shard_weights, work.shards), *entry)
+
+    def _accumulators(self, work: ChunkWork) -> tuple[str, ...]:
+        """Return the accumulators of the gradients that a chunk's backward adds to."""
+        update, span = self.update, work.span
+        if not work.shards:
+            found = [names.gradients(update)]
+            found += [names.head_gradients(update)] if self.head_apart and work.max_rows else []
+        else:
+            found = [names.shard_gradients(update, span.shard)]
+            found += [names.shard_gradients(update, EMBEDDING)] if self.cut.is_tied and work.scores_rows else []
+        return (*found, *((names.lookup(update),) if self.lookup_apart and span.is_first else ()))
 
     def _backward_chunk(self, work: ChunkWork) -> None:
         states = _names_of(work.visible)
@@ -160,24 +196,23 @@ class Lowering:
             Stream(values=cotangents, updates=True),
             *(() if work.kept is None else work.kept.read()),
         )
-        update, updates = self.update, [names.gradients(self.update)]
-        if self.head_apart and work.max_rows:
-            updates.append(names.head_gradients(update))
-        if self.lookup_apart:
-            updates.append(names.lookup(update))
+        span, reads = work.span, [*self._weights(work), *work.chunk.rollouts]
+        if not span.is_last:
+            reads.append(names.entry_cotangent(work.name, span.index + 1))
+        elif work.max_rows:
+            reads.append(names.derivatives(work.name))
+        if span.is_first and names.lookup_ids(self.update) in self.plan.values:
+            reads.append(names.lookup_ids(self.update))
+        given = names.entry_cotangent(work.name, span.index)
         self._add(
             Stage(
-                name=f"{'replay' if work.max_rows else 'sweep'} {work.name}",
+                name=f"{'replay' if work.max_rows else 'sweep'} {span.of(work.name)}",
                 kind="replay" if work.max_rows else "sweep",
                 run=work.backward,
                 config=work.config(),
-                reads=(
-                    names.WEIGHTS,
-                    *work.chunk.rollouts,
-                    *((names.derivatives(work.name),) if work.max_rows else ()),
-                    *((names.lookup_ids(update),) if self.lookup_apart else ()),
-                ),
-                updates=tuple(updates),
+                reads=tuple(reads),
+                updates=self._accumulators(work),
+                writes=() if span.is_first else (self._declare_between(given, work),),
                 streams=tuple(stream for stream in streams if stream.values),
                 cost=self._cost(work, backward=True),
             ),
@@ -198,7 +233,8 @@ class Lowering:
             work.chunk.max_tokens,
             longest if stage.kind in ("replay", "sweep") else bool(longest),
             len(work.own),
-            work.max_rows,
+            work.max_rows if work.span.is_last else 0,
+            (len(work.span.layers), work.span.is_first, work.span.is_last),
             self.head,
             self.stored_inputs if work.kept is not None else 0,
         )
@@ -217,17 +253,23 @@ class Lowering:
             found[stage.name] = self.workspace_bytes(replace(stage, run=run), known)
         return found
 
+    def _sizes_of(self, span: Span) -> Geometry:
+        """Return the sizes of a span's layers, which are alike."""
+        share = self.sizes.layer_parameters * len(span.layers) // span.num_layers
+        return replace(self.sizes, layers=len(span.layers), layer_parameters=share)
+
     def _cost(self, work: ChunkWork, *, backward: bool) -> Cost:
         rows = len(work.chunk.nodes) * work.chunk.max_tokens
-        tokens, through_last = work.chunk.max_tokens, bool(work.max_rows)
+        tokens, through_last = work.chunk.max_tokens, bool(work.max_rows) or not work.span.is_last
         prefix_tokens, pages = work.chunk.first_position, num_pages(work.visible)
-        head = self.sizes.head_cost(rows=work.max_rows, backward=backward, block_rows=self.head.block_rows)
+        head_rows, sizes = work.max_rows if work.span.is_last else 0, self._sizes_of(work.span)
+        head = sizes.head_cost(rows=head_rows, backward=backward, block_rows=self.head.block_rows)
         if not backward:
-            return head + self.sizes.forward_cost(
+            return head + sizes.forward_cost(
                 rows=rows, tokens=tokens, prefix_tokens=prefix_tokens, pages=pages, through_last=through_last
             )
         forwards = 2 if work.kept is None else 1
-        return head + self.sizes.backward_cost(
+        return head + sizes.backward_cost(
             rows=rows,
             tokens=tokens,
             prefix_tokens=prefix_tokens,

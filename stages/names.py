@@ -25,6 +25,31 @@ def gradients(update: str) -> str:
     return f"{update}gradients"
 
 
+def shard_weights(shard: str) -> str:
+    """Return the name of a shard's weights (`stages.spans`)."""
+    return f"{WEIGHTS}/{shard}"
+
+
+def shard_gradients(update: str, shard: str) -> str:
+    """Return the name of the gradients of a shard's parameters."""
+    return f"{update}gradients/{shard}"
+
+
+def norms(update: str, shard: str) -> str:
+    """Return the name of the norms of the gradients of a shard's parameters."""
+    return f"{update}norms/{shard}"
+
+
+def entry(work: str, span: int) -> str:
+    """Return the name of the hidden state with which a chunk enters a span."""
+    return f"{work}/entry/{span}"
+
+
+def entry_cotangent(work: str, span: int) -> str:
+    """Return the name of that hidden state's cotangent."""
+    return f"{work}/entry_cotangent/{span}"
+
+
 def head_gradients(update: str) -> str:
     """Return the name of the head's own share of a tied embedding's gradient."""
     return f"{update}gradients/head"

@@ -16,6 +16,7 @@ on whole parameters; the masters that a file holds round to the weights of the c
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,11 +40,14 @@ PIECE_ELEMENTS = 2**20
 # Large enough that Python and the disk's seeks do not count, small enough that a piece (12 MiB in float32) hides in any
 # stage's workspace.
 
-LANES = 16
-# 64 bytes of float32, the widest vector of any CPU: a kernel's scalar remainder rounds otherwise than its vector body.
+LANES = 32
+# 64 bytes of bfloat16, the widest vector of any CPU: a kernel's scalar remainder rounds otherwise than its vector body.
 
 PIECES_A_VALUE = 16
 # Values move between tiers as a whole: of these, part of the state may stay on the device while the rest leaves.
+
+FLAT = "flat"
+"""The tensor of a Value that has the parameters' numbers in the layout of their state."""
 
 _TENSOR = "state"
 
@@ -74,6 +78,8 @@ class OptimizerState:
     ``dtype`` is that of the weights; the state is in its accumulation dtype. ``source`` is the file that it starts
     from, None for a fresh one. ``kept`` says whether it outlives an update.
 
+    ``shard`` names the part of the model that the parameters are, where they are not all of it (`stages.spans`).
+
     Raises:
         UsageError: ``source`` is of other parameters, or in another dtype.
     """
@@ -82,9 +88,10 @@ class OptimizerState:
     dtype: torch.dtype
     kept: bool = True
     source: OptimizerFile | None = None
+    shard: str = ""
 
     def __post_init__(self) -> None:
-        if self.source is not None:
+        if self.source is not None and not self.shard:
             _check_source(self.source, self)
 
     @cached_property
@@ -153,7 +160,7 @@ class OptimizerState:
         """Return the Values that the state is kept in; none if it is not."""
         num_pieces = len(self.pieces) if self.kept else 0
         return [
-            Value(name=f"{names.OPTIMIZER}/{number}", tensors={_TENSOR: self._spec(count)}, kind=ValueKind.ORDERED)
+            Value(name=self._name(number), tensors={_TENSOR: self._spec(count)}, kind=ValueKind.ORDERED)
             for number, start in enumerate(range(0, num_pieces, PIECES_A_VALUE))
             if (count := min(PIECES_A_VALUE, num_pieces - start))
         ]
@@ -183,10 +190,38 @@ class OptimizerState:
         for number, parts in enumerate(self.pieces):
             yield parts, context.piece(*self._place(number))
 
-    @staticmethod
-    def _place(number: int) -> tuple[str, int]:
+    def _name(self, number: int) -> str:
+        return "/".join(filter(None, (names.OPTIMIZER, self.shard, str(number))))
+
+    def _place(self, number: int) -> tuple[str, int]:
         value, index = divmod(number, PIECES_A_VALUE)
-        return f"{names.OPTIMIZER}/{value}", index
+        return self._name(value), index
+
+    # Tensors shaped like the parameters, in the state's layout
+
+    def flat_spec(self, dtype: str) -> TensorSpec:
+        """Return the size of a tensor that has a number for every one of the parameters', laid out like a row."""
+        return TensorSpec(shape=(len(self.pieces), self.piece_elements), dtype=dtype)
+
+    def of_value(self, context: StageContext, name: str) -> Mapping[str, torch.Tensor]:
+        """Return what a resident Value has for the parameters, by name: the model's own, or views of a flat tensor."""
+        if context.is_provided(name):
+            return dict(context.item(name).hf.named_parameters())
+        tensors = context.tensors(name)
+        return self._views(tensors[FLAT]) if FLAT in tensors else tensors
+
+    def _views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows = flat.view(-1)
+        starts = {
+            part.parameter: number * self.piece_elements + part.first
+            for number, parts in enumerate(self.pieces)
+            for part in parts
+            if not part.start
+        }
+        return {
+            name: rows[starts[name] : starts[name] + spec.num_elements].view(spec.shape)
+            for name, spec in self.parameters.items()
+        }
 
     def fill(
         self, parts: Sequence[Part], piece: torch.Tensor, reader: Reader | None, weights: Mapping[str, torch.Tensor]
@@ -248,7 +283,7 @@ def load_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
     return Stage(
         name=name,
         kind="load-optimizer",
-        run=lambda context: _load(context, state, source, weights),
+        run=lambda context: _load(context, [state], source, weights),
         config={"source": source.fingerprint},
         updates=(weights,),
         workspace_bytes=state.row_bytes + max(scratch, state.wide.itemsize),
@@ -256,18 +291,70 @@ def load_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
     )
 
 
-def _load(context: StageContext, state: OptimizerState, source: OptimizerFile, weights: str) -> None:
-    parameters = dict(context.item(weights).hf.named_parameters())
-    buffer = torch.zeros(state.piece_elements, dtype=state.wide, device=context.device)
+def check_stage(states: Sequence[OptimizerState], *, name: str) -> Stage:
+    """Return the stage that holds the source of all shards' states against its checksums; weights it leaves alone.
+
+    Raises:
+        ValueError: the states have no source.
+    """
+    source = states[0].source
+    if source is None:
+        raise ValueError("a fresh state has nothing to load")
+    contents, row_bytes = source.contents, max(state.row_bytes for state in states)
+    return Stage(
+        name=name,
+        kind="load-optimizer",
+        run=lambda context: _load(context, states, source, None),
+        config={"source": source.fingerprint},
+        workspace_bytes=row_bytes + states[0].wide.itemsize,
+        cost=Cost(read_bytes=float(contents.nbytes), moved_bytes=float(contents.nbytes)),
+    )
+
+
+def restore_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
+    """Return the stage that makes a shard's weights the rounding of their masters, where the source has those.
+
+    Raises:
+        ValueError: the state has no source.
+    """
+    if state.source is None:
+        raise ValueError("a fresh state has nothing to load")
+    source, stored = state.source, torch_dtype(state.source.contents.checkpoint_dtype)
+    nbytes = float(state.num_elements * state.wide.itemsize)
+
+    def run(context: StageContext) -> None:
+        parameters = state.of_value(context, weights)
+        buffer = torch.zeros(state.piece_elements, dtype=state.wide, device=context.device)
+        with source.reading() as reader, torch.no_grad():
+            for parts in state.pieces:
+                _read_row(reader, MASTER, parts, buffer, 0)
+                _restore(parts, buffer, parameters, stored, source.path)
+
+    return Stage(
+        name=name,
+        kind="load-optimizer",
+        run=run,
+        config={"source": source.fingerprint},
+        updates=(weights,),
+        workspace_bytes=state.row_bytes + max(_restore_bytes(state, stored), state.wide.itemsize),
+        cost=Cost(read_bytes=nbytes, moved_bytes=nbytes),
+    )
+
+
+def _load(context: StageContext, states: Sequence[OptimizerState], source: OptimizerFile, weights: str | None) -> None:
+    """Check all of a file's numbers; restore ``weights``, if given, from their masters."""
+    parameters = states[0].of_value(context, weights) if weights is not None else {}
+    longest = max(state.piece_elements for state in states)
+    buffer = torch.zeros(longest, dtype=states[0].wide, device=context.device)
     with source.reading() as reader, torch.no_grad():
         for kind in source.contents.kinds:
             checksum = 0
-            for parts in state.pieces:
-                checksum = _read_row(reader, kind, parts, buffer, checksum)
-                if not math.isfinite(torch.linalg.vector_norm(buffer, math.inf).item()):
+            for row, parts in ((buffer[: each.piece_elements], parts) for each in states for parts in each.pieces):
+                checksum = _read_row(reader, kind, parts, row, checksum)
+                if not math.isfinite(torch.linalg.vector_norm(row, math.inf).item()):
                     raise StageFailedError(f"the optimizer state {source.path}: {kind} has numbers that are not finite")
-                if kind == MASTER:
-                    _restore(parts, buffer, parameters, torch_dtype(source.contents.checkpoint_dtype), source.path)
+                if kind == MASTER and weights is not None:
+                    _restore(parts, row, parameters, torch_dtype(source.contents.checkpoint_dtype), source.path)
             if checksum != source.checksums[kind]:
                 raise StageFailedError(
                     f"the optimizer state {source.path} is damaged: CRC32C of {kind} is {checksum:#010x}, not "
@@ -328,45 +415,75 @@ def save_stage(
     Raises:
         ValueError: the state is not kept.
     """
-    if not state.kept:
-        raise ValueError("a state that is not kept can't be saved")
-    with_masters = state.has_masters or checkpoint_dtype.itemsize < state.wide.itemsize
-    contents = Contents(
-        shapes={parameter: spec.shape for parameter, spec in state.parameters.items()},
-        kinds=(*MOMENTS, MASTER) if with_masters else MOMENTS,
-        dtype=dtype_name(state.wide),
-        checkpoint_dtype=dtype_name(checkpoint_dtype),
-        count=state.first_count + updates,
+    return save_shards_stage(
+        [state],
+        name=name,
+        path=path,
+        weights=[weights],
+        updates=updates,
+        checkpoint_dtype=checkpoint_dtype,
+        result=result,
+        streamed=False,
     )
+
+
+def save_shards_stage(
+    states: Sequence[OptimizerState],
+    *,
+    name: str,
+    path: str,
+    weights: Sequence[str],
+    updates: int,
+    checkpoint_dtype: torch.dtype,
+    result: str = "optimizer",
+    streamed: bool = True,
+) -> tuple[Stage, Value]:
+    """Do what `save_stage` does for the states of all shards, whose ``weights`` are ``streamed`` where need be."""
+    first = states[0]
+    if not first.kept:
+        raise ValueError("a state that is not kept can't be saved")
+    has_masters = any(state.has_masters for state in states)
+    with_masters = has_masters or checkpoint_dtype.itemsize < first.wide.itemsize
+    contents = Contents(
+        shapes={parameter: spec.shape for state in states for parameter, spec in state.parameters.items()},
+        kinds=(*MOMENTS, MASTER) if with_masters else MOMENTS,
+        dtype=dtype_name(first.wide),
+        checkpoint_dtype=dtype_name(checkpoint_dtype),
+        count=first.first_count + updates,
+    )
+    masters = weights if with_masters and not has_masters else ()
 
     def run(context: StageContext) -> None:
         target = context.directory / path
         with writing(target, contents) as writer, torch.no_grad():
-            _save(context, state, writer, weights if weights in reads else None)
+            for state, source in zip(states, masters or itertools.repeat(None, len(states)), strict=True):
+                _save(context, state, writer, source, streamed=streamed)
         context.results[result] = str(target)
         context.provide(name, disk_bytes=target.stat().st_size)
 
-    reads = (weights,) if with_masters and not state.has_masters else ()
+    pieces = tuple(value.name for state in states for value in state.values())
     stage = Stage(
         name=name,
         kind="save-optimizer",
         durable=True,
         run=run,
         config={"count": contents.count, "checkpoint_dtype": contents.checkpoint_dtype},
-        reads=reads,
+        reads=() if streamed else tuple(masters),
         writes=(name,),
-        streams=state.streams(updates=False),
+        streams=(Stream(values=pieces), *((Stream(values=tuple(masters)),) if streamed and masters else ())),
         cost=Cost(written_bytes=float(contents.nbytes)),
     )
     return stage, file_value(name, contents.nbytes)
 
 
-def _save(context: StageContext, state: OptimizerState, writer: Writer, weights: str | None) -> None:
+def _save(context: StageContext, state: OptimizerState, writer: Writer, weights: str | None, *, streamed: bool) -> None:
     """Write every piece; ``weights`` are their own masters, None where the pieces have them."""
-    parameters = dict(context.item(weights).hf.named_parameters()) if weights is not None else {}
-    for parts, piece in state.reading(context):
+    parameters = state.of_value(context, weights) if weights is not None and not streamed else {}
+    for number, (parts, piece) in enumerate(state.reading(context)):
+        row = context.piece(weights, number) if weights is not None and streamed else None
         for part in parts:
-            for kind, row in zip(state.kinds, piece, strict=True):
-                writer.append(kind, part.of_piece(row).numpy())
+            for kind, numbers in zip(state.kinds, piece, strict=True):
+                writer.append(kind, part.of_piece(numbers).numpy())
             if weights is not None:
-                writer.append(MASTER, part.of_parameter(parameters).numpy())
+                master = part.of_parameter(parameters) if row is None else part.of_piece(row)
+                writer.append(MASTER, master.numpy())

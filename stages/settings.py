@@ -153,7 +153,7 @@ _RUN_NAMES = (
     "first_step", "epochs_per_step", "schedule", "warmup_updates",
     "optimizer_state", "save_optimizer", "checkpoint_every",
 )  # fmt: skip
-_CHOICE_NAMES = ("chunk_tokens", "branches_at_once", "head_rows", "stored_inputs")
+_CHOICE_NAMES = ("chunk_tokens", "branches_at_once", "head_rows", "stored_inputs", "layer_spans")
 _OWN_NAMES = ("gradient", "temperature", "seed", "baseline", "page_tokens", "state_tier")
 
 
@@ -161,8 +161,8 @@ def step_settings(*, dtype: torch.dtype, **flat: Any) -> GrpoSettings:
     """Return the settings that plans spell as flat keyword arguments; a choice of None is left to the planner.
 
     Known names: those of `stages.losses.LossConfig`, learning_rate, weight_decay, max_grad_norm, those of
-    `GrpoSettings` that are plain numbers or names, and the choices chunk_tokens, branches_at_once, head_rows and
-    stored_inputs.
+    `GrpoSettings` that are plain numbers or names, and the choices chunk_tokens, branches_at_once, head_rows,
+    stored_inputs and layer_spans.
 
     Raises:
         UsageError: an unknown name, or a value out of its range.

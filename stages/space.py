@@ -2,7 +2,8 @@
 
 Choices, all of which can be fixed by hand: ``chunk_tokens`` (what one stage evaluates), ``branches_at_once``
 (responses batched into one wave, also when they are sampled), ``head_rows`` (rows scored per block),
-``stored_inputs`` (how much a chunk's forward keeps for its backward, `stages.kept`). Smaller ones need less workspace
+``stored_inputs`` (how much a chunk's forward keeps for its backward, `stages.kept`), ``layer_spans``
+(in how many parts the model is on the device, `stages.spans`). Smaller ones need less workspace
 and more time, but for the last: storing less takes more arithmetic and fewer bytes, though none fewer of the device.
 ``page_tokens`` is a constant of the plan. What a choice is made into is in
 `stages.build`.
@@ -45,10 +46,10 @@ LARGEST_CHUNK_TOKENS = 8192
 HEAD_ROWS_LADDER = (256, 64, 16)
 
 _LEVERS = {
-    "prefill": ("chunk_tokens", "stored_inputs"),
-    "sweep": ("chunk_tokens", "stored_inputs"),
-    "score": ("head_rows", "branches_at_once", "chunk_tokens", "stored_inputs"),
-    "replay": ("head_rows", "branches_at_once", "chunk_tokens", "stored_inputs"),
+    "prefill": ("chunk_tokens", "stored_inputs", "layer_spans"),
+    "sweep": ("chunk_tokens", "stored_inputs", "layer_spans"),
+    "score": ("head_rows", "branches_at_once", "chunk_tokens", "stored_inputs", "layer_spans"),
+    "replay": ("head_rows", "branches_at_once", "chunk_tokens", "stored_inputs", "layer_spans"),
     "rollout": ("branches_at_once", "head_rows"),
 }
 # What changes the bytes that a stage of a kind needs; other kinds are asked for all.
@@ -90,6 +91,14 @@ class GrpoSpace:
     @cached_property
     def load_workspace_bytes(self) -> int:
         return self.estimator.load_workspace_bytes()
+
+    @cached_property
+    def why_whole(self) -> str | None:
+        """Why the model can't run by layer spans; None if it can."""
+        if self.samples:
+            return "responses are sampled, and every token would need every span"
+        shapes = {name: spec.shape for name, spec in self.estimator.parameters().items()}
+        return self.policy.why_not_in_parts(shapes)
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -253,11 +262,22 @@ class GrpoSpace:
             "branches_at_once": tuple(branches),
             "head_rows": tuple(r for r in HEAD_ROWS_LADDER if r < 4 * max(rows) or r == HEAD_ROWS_LADDER[-1]),
             "stored_inputs": STORED_INPUTS_LADDER,
+            "layer_spans": self._span_ladder(),
         }
         unknown = set(self.settings.fixed) - set(ladders)
         if unknown:
             raise UsageError(f"no such choice: {', '.join(sorted(unknown))}; known are {', '.join(ladders)}")
         return {key: (self.settings.fixed[key],) if key in self.settings.fixed else ladders[key] for key in ladders}
+
+    def _span_ladder(self) -> tuple[int, ...]:
+        """Layer spans are taken where they are asked for."""
+        layers = int(self.policy.config.num_hidden_layers)
+        wanted = self.settings.fixed.get("layer_spans", 1)
+        if wanted > layers:
+            raise UsageError(f"layer_spans={wanted} is more than the {layers} layers of the policy")
+        if wanted > 1 and self.why_whole is not None:
+            raise UsageError(f"layer_spans={wanted} can't be: {self.why_whole}; set it to 1")
+        return (wanted,)
 
     def first(self) -> Choices:
         return {key: ladder[0] for key, ladder in self.ladders.items()}

@@ -144,10 +144,13 @@ def page_runs(visible: Visible) -> list[list[int]]:
 
 
 class PagedPrefix:
-    """The pages that a chunk attends to, oldest first, with the number of tokens visible in each."""
+    """The pages that a chunk attends to, oldest first, with the number of tokens visible in each.
 
-    def __init__(self, context: StageContext, visible: Visible) -> None:
-        self._context = context
+    Their columns begin with layer ``first_layer`` of the model.
+    """
+
+    def __init__(self, context: StageContext, visible: Visible, first_layer: int = 0) -> None:
+        self._context, self._first_layer = context, first_layer
         self._pages = [
             (column, page, high)
             for column, tokens in visible
@@ -161,14 +164,14 @@ class PagedPrefix:
         """Return keys and values ``[2, K, T, D]`` of the visible tokens of a page."""
         column, page, tokens = self._pages[index]
         then = self._next(layer, index, self._states)
-        return self._context.piece(column.state, layer * column.pages + page, then)[:, :, :tokens]
+        return self._context.piece(column.state, self._piece(layer, column, page), then)[:, :, :tokens]
 
     def add_cotangent(self, layer: int, index: int, d_key: torch.Tensor, d_value: torch.Tensor) -> None:
         """Add ``[1, K, T, D]`` each to the page's cotangent, if it has one."""
         column, page, _ = self._pages[index]
         if column.cotangent is not None:
             then = self._next(layer, index, self._cotangents)
-            piece = layer * column.pages + page
+            piece = self._piece(layer, column, page)
             self._context.add_rows(column.cotangent, piece, 0, (d_key[0], d_value[0]), then)
 
     def _next(self, layer: int, index: int, names: Sequence[str | None]) -> Place | None:
@@ -177,7 +180,10 @@ class PagedPrefix:
             return None
         column, page, _ = self._pages[index + 1]
         name = names[index + 1]
-        return None if name is None else (name, layer * column.pages + page)
+        return None if name is None else (name, self._piece(layer, column, page))
+
+    def _piece(self, layer: int, column: Column, page: int) -> int:
+        return (layer - self._first_layer) * column.pages + page
 
 
 def write_state(
@@ -188,7 +194,10 @@ def write_state(
     key_1KSD: torch.Tensor,
     value_1KSD: torch.Tensor,
 ) -> None:
-    """Write the new keys and values of tokens from ``start`` on to the pages they lie in."""
+    """Write the new keys and values of tokens from ``start`` on to the pages they lie in.
+
+    ``layer`` counts from the columns' first.
+    """
     stop = start + key_1KSD.shape[2]
     for column in columns:
         for page, low, high, offset in column.pages_of(start, stop):
@@ -200,7 +209,10 @@ def write_state(
 def read_cotangent(
     context: StageContext, columns: Sequence[Column], layer: int, start: int, stop: int, layout: StateLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cotangents of keys and values of tokens ``start`` to ``stop``, ``[1, K, S, D]``, compute dtype."""
+    """Return the cotangents of keys and values of tokens ``start`` to ``stop``, ``[1, K, S, D]``, compute dtype.
+
+    ``layer`` counts from the columns' first.
+    """
     shape = (1, layout.heads, stop - start, layout.head_dim)
     dtype = getattr(torch, layout.dtype)
     d_key, d_value = (torch.empty(shape, dtype=dtype, device=context.device) for _ in range(2))

@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from engine.context import StageContext
 from engine.errors import StageFailedError, UsageError
-from engine.plan import Cost, Stage, TensorSpec, Value
+from engine.plan import Cost, Stage, Stream, TensorSpec, Value
 from engine.tensors import dtype_name
 from models.dense import EMBEDDING_GRADIENT, HEAD_GRADIENT
 from models.float64 import accumulation_dtype
@@ -57,11 +57,19 @@ class AdamWOptions:
 
 
 def merge_stage(
-    *, name: str, gradients: str, head_gradients: str | None = None, lookup: tuple[str, str] | None = None
+    *,
+    name: str,
+    gradients: str,
+    head_gradients: str | None = None,
+    lookup: tuple[str, str] | None = None,
+    embedding: OptimizerState | None = None,
+    others: Sequence[str] = (),
 ) -> Stage:
     """Return the stage after which gradients are complete; it adds the other share of a tied embedding in place.
 
-    That is either ``head_gradients``, or ``lookup``: rows and their ids (`stages.lookup`).
+    That is either ``head_gradients``, or ``lookup``: rows and their ids (`stages.lookup`; all rows where the latter is
+    empty). ``embedding`` is the layout of ``gradients`` where those are of a tied embedding alone; ``others`` are
+    gradients that are complete now too, so that whoever wants to see them may, piece by piece.
     """
 
     def run(context: StageContext) -> None:
@@ -69,11 +77,22 @@ def merge_stage(
             head = context.tensors(head_gradients)[HEAD_GRADIENT]
             context.tensors(gradients)[EMBEDDING_GRADIENT].add_(head)
         if lookup is not None:
-            rows, ids = context.tensors(lookup[0])["rows"], context.tensors(lookup[1])["ids"]
-            context.tensors(gradients)[EMBEDDING_GRADIENT].index_add_(0, ids, rows)
+            rows, found = context.tensors(lookup[0])["rows"], context.tensors(gradients)
+            whole = (found if embedding is None else embedding.of_value(context, gradients))[EMBEDDING_GRADIENT]
+            if lookup[1]:
+                whole.index_add_(0, context.tensors(lookup[1])["ids"], rows)
+            else:
+                whole.add_(rows)
 
-    reads = (*(() if head_gradients is None else (head_gradients,)), *(lookup or ()))
-    return Stage(name=name, kind="merge", run=run, reads=reads, updates=(gradients,))
+    reads = (*(() if head_gradients is None else (head_gradients,)), *filter(None, lookup or ()))
+    return Stage(
+        name=name,
+        kind="merge",
+        run=run,
+        reads=reads,
+        updates=(gradients,) if gradients else (),
+        streams=(Stream(values=tuple(others), pieces=(0,) * len(others)),) if others else (),
+    )
 
 
 def global_norm(gradients: Mapping[str, torch.Tensor]) -> float:
@@ -94,12 +113,7 @@ def clip_stage(*, name: str, gradients: Value, clip: str, max_grad_norm: float, 
     """
 
     def run(context: StageContext) -> None:
-        norm = global_norm(context.tensors(gradients.name))
-        if not math.isfinite(norm):
-            raise StageFailedError(f"the gradient's norm is {norm}; check the weights, the inputs and the dtype")
-        scale = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm else 1.0
-        context.tensors(clip)["scale"].fill_(scale)
-        context.results[result] = norm
+        _clip(context, global_norm(context.tensors(gradients.name)), clip, max_grad_norm, result)
 
     return Stage(
         name=name,
@@ -110,6 +124,61 @@ def clip_stage(*, name: str, gradients: Value, clip: str, max_grad_norm: float, 
         writes=(clip,),
         workspace_bytes=max(spec.nbytes // spec.num_elements for spec in gradients.tensors.values()),
         cost=Cost(moved_bytes=float(gradients.nbytes), num_kernels=float(len(gradients.tensors))),
+    )
+
+
+def _clip(context: StageContext, norm: float, clip: str, max_grad_norm: float, result: str) -> None:
+    if not math.isfinite(norm):
+        raise StageFailedError(f"the gradient's norm is {norm}; check the weights, the inputs and the dtype")
+    scale = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm else 1.0
+    context.tensors(clip)["scale"].fill_(scale)
+    context.results[result] = norm
+
+
+def norms_value(name: str, state: OptimizerState) -> Value:
+    """Return the Value of the norms of a shard's gradients, a number a parameter."""
+    spec = TensorSpec(shape=(len(state.parameters),), dtype=dtype_name(state.wide))
+    return Value(name=name, tensors={"norms": spec}, tiers=VECTOR_TIERS)
+
+
+def norms_stage(*, name: str, gradients: str, state: OptimizerState, norms: str) -> Stage:
+    """Return the stage that writes the norm of each parameter's gradient, in the parameters' order."""
+
+    def run(context: StageContext) -> None:
+        out = context.tensors(norms)["norms"]
+        for index, gradient in enumerate(state.of_value(context, gradients).values()):
+            out[index] = torch.linalg.vector_norm(gradient)
+
+    return Stage(
+        name=name,
+        kind="norms",
+        run=run,
+        reads=(gradients,),
+        writes=(norms,),
+        workspace_bytes=state.wide.itemsize,
+        cost=Cost(
+            moved_bytes=float(state.num_elements * state.wide.itemsize), num_kernels=float(len(state.parameters))
+        ),
+    )
+
+
+def clip_norms_stage(
+    *, name: str, norms: Sequence[str], clip: str, max_grad_norm: float, result: str = "grad_norm"
+) -> Stage:
+    """Return the stage that does what `clip_stage` does, from the norms of all shards."""
+
+    def run(context: StageContext) -> None:
+        numbers = (number for value in norms for number in context.tensors(value)["norms"].tolist())
+        norm = math.sqrt(math.fsum(number**2 for number in numbers))
+        _clip(context, norm, clip, max_grad_norm, result)
+
+    return Stage(
+        name=name,
+        kind="clip",
+        run=run,
+        config={"max_grad_norm": float(max_grad_norm)},
+        reads=tuple(norms),
+        writes=(clip,),
     )
 
 
@@ -168,8 +237,8 @@ class _Update:
 
     def run(self, context: StageContext) -> None:
         state, (gradients_name, clip, weights_name) = self.state, self.names
-        gradients, scale = context.tensors(gradients_name), context.tensors(clip)["scale"]
-        weights = dict(context.item(weights_name).hf.named_parameters())
+        gradients, scale = state.of_value(context, gradients_name), context.tensors(clip)["scale"]
+        weights = state.of_value(context, weights_name)
         source = state.source if self.is_first else None
         scaled = torch.empty(state.piece_elements, dtype=state.wide, device=context.device)
         with nullcontext() if source is None else source.reading() as reader, torch.no_grad():

@@ -137,7 +137,8 @@ def test_storing_more_takes_less_time_and_no_more_workspace() -> None:
     workspace_bytes, seconds = [], []
     for stored in (0, 1, 2):
         chosen = {**CHOICES, "stored_inputs": stored}
-        stages = step_space(config, [group], settings_of(fixed=chosen)).lower(chosen).stages.values()
+        space = step_space(config, [group], settings_of(fixed=chosen))
+        stages = space.lower(space.first()).stages.values()
         workspace_bytes.append({stage.kind: stage.workspace_bytes for stage in stages})
         profile = PROFILES["cpu"]
         seconds.append(sum(profile.seconds(stage.cost) for stage in stages))

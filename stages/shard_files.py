@@ -1,0 +1,90 @@
+"""What is written where a model is in shards: its checkpoint, and its gradients on request.
+
+A safetensors file for every shard, written a piece at a time, with an index beside them, is a checkpoint that
+``from_pretrained`` loads. The format (8 bytes of little-endian header length, a JSON header, the data) is that of
+https://github.com/huggingface/safetensors#format, the index that of transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.chunkfile import as_bytes
+from engine.context import StageContext
+from engine.plan import ITEM_BYTES
+from engine.run import atomic_directory, atomic_file, disk_usage_bytes
+from engine.tensors import dtype_name
+from stages import names
+from stages.optimizer import OptimizerState
+
+_CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_LENGTH_BYTES = 8
+
+INDEX_BYTES_A_TENSOR = 110
+# What the index takes for each tensor, about: its name and its file's.
+
+
+def save_checkpoint(
+    context: StageContext, tokenizer: Any, dtype: torch.dtype, name: str, shards: Mapping[str, OptimizerState]
+) -> None:
+    """Write the weights of all shards as the checkpoint ``name`` in ``dtype`` and report its path."""
+    hf, target = context.item(names.WEIGHTS).hf, context.directory / name
+    with atomic_directory(target, replace=True) as directory:
+        files: dict[str, str] = {}
+        for number, (shard, state) in enumerate(shards.items(), start=1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            _write(context, directory / file, [(names.shard_weights(shard), state)], dtype)
+            files |= dict.fromkeys(state.parameters, file)
+        total = sum(state.num_elements for state in shards.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        _save_configuration(hf, dtype, directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+    context.results["checkpoint"] = str(target)
+    context.provide(name, disk_bytes=disk_usage_bytes(target))
+
+
+def _save_configuration(hf: Any, dtype: torch.dtype, directory: Path) -> None:
+    config = copy.deepcopy(hf.config)
+    config.dtype, config.architectures = dtype, [type(hf).__name__]
+    config.save_pretrained(directory)
+    if getattr(hf, "generation_config", None) is not None:
+        hf.generation_config.save_pretrained(directory)
+
+
+def save_gradients(context: StageContext, path: str, shards: Sequence[tuple[str, OptimizerState]]) -> None:
+    """Write merged gradients, Values with their layouts, to a safetensors file; it appears complete or not at all."""
+    with atomic_file(Path(path)) as partial:
+        _write(context, Path(partial), shards, shards[0][1].wide)
+
+
+def _write(context: StageContext, path: Path, shards: Sequence[tuple[str, OptimizerState]], dtype: torch.dtype) -> None:
+    """Write flat Values to a safetensors file in ``dtype``, converted a piece at a time."""
+    with open(path, "wb") as file:
+        file.write(_header([state for _, state in shards], dtype_name(dtype)))
+        for value, state in shards:
+            for number, parts in enumerate(state.pieces):
+                piece = context.piece(value, number).to(dtype)
+                for part in parts:
+                    file.write(as_bytes(part.of_piece(piece).view(torch.uint8).numpy()))
+                del piece
+
+
+def _header(states: Sequence[OptimizerState], dtype: str) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for state in states:
+        for name, spec in state.parameters.items():
+            stop = start + spec.num_elements * ITEM_BYTES[dtype]
+            header[name] = {"dtype": _CODES[dtype], "shape": list(spec.shape), "data_offsets": [start, stop]}
+            start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text

@@ -1,0 +1,141 @@
+"""The cut of a model into layer spans: contiguous layers whose weights, gradients and optimizer state are one unit.
+
+With one span everything is as it is without: the model is one Value, ``weights``. With more, ``weights`` is the model's
+skeleton alone, modules and buffers, and each *shard* has a Value of its own for weights, gradients and norms: a span's
+layers (the embedding with the first, final norm and head with the last), or a tied embedding, which both ends use. A
+shard's parameters lie behind each other in one flat tensor, laid out like its optimizer state (`stages.optimizer`), so
+it moves and streams in few large pieces; the modules are pointed at views of it while a stage runs.
+
+A chunk's stage becomes one for every span. Between two spans the hidden state is a Value, and in the backward its
+cotangent. All chunks go through a span before the next one begins, so a span is fetched once a pass.
+
+Invariant: every parameter's gradient is the same sum in the same order as with one span, so all bits are the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from engine.context import StageContext
+from engine.plan import TensorSpec, Value, ValueKind
+from models.dense import EMBEDDING_GRADIENT
+from stages import names
+from stages.optimizer import FLAT, OptimizerState
+
+EMBEDDING = "embedding"
+"""The shard of a tied embedding."""
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Layers ``layers`` of a model of ``num_layers``; number ``index`` of the spans."""
+
+    index: int
+    layers: range
+    num_layers: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.num_layers
+
+    @property
+    def is_whole(self) -> bool:
+        return self.is_first and self.is_last
+
+    @property
+    def shard(self) -> str:
+        """The name of the shard with the span's layers."""
+        return f"span{self.index}"
+
+    def of(self, name: str) -> str:
+        """Return the name of what ``name`` has in this span."""
+        return name if self.is_whole else f"{name}/{self.shard}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A model's spans, and its shards' parameters in the order of ``named_parameters()``; no shards for one span."""
+
+    spans: tuple[Span, ...]
+    shards: Mapping[str, Mapping[str, TensorSpec]]
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.spans) == 1
+
+    @cached_property
+    def is_tied(self) -> bool:
+        return EMBEDDING in self.shards
+
+    def shards_of(self, span: Span, *, with_head: bool) -> tuple[str, ...]:
+        """Return the shards that a stage of a span needs; ``with_head`` if it has scored rows."""
+        if self.is_whole:
+            return ()
+        both_ends = self.is_tied and (span.is_first or (span.is_last and with_head))
+        return (*((EMBEDDING,) if both_ends else ()), span.shard)
+
+
+def cut_model(parameters: Mapping[str, TensorSpec], *, num_layers: int, num_spans: int, tied: bool) -> Cut:
+    """Cut a model into spans of about equal bytes, each of at least one layer."""
+    if num_spans == 1:
+        return Cut(spans=(Span(index=0, layers=range(num_layers), num_layers=num_layers),), shards={})
+    layer_of = {name: int(found[1]) for name in parameters if (found := _LAYER.search(name))}
+    ends = {name: 0 if name == EMBEDDING_GRADIENT else num_layers - 1 for name in parameters}
+    apart = {EMBEDDING_GRADIENT} if tied else set()
+    nbytes = [0] * num_layers
+    for name, spec in parameters.items():
+        nbytes[layer_of.get(name, ends[name])] += 0 if name in apart else spec.nbytes
+    spans, start = [], 0
+    for index in range(num_spans):
+        stop = _stop(nbytes, start, num_spans - index)
+        spans.append(Span(index=index, layers=range(start, stop), num_layers=num_layers))
+        start = stop
+    shards: dict[str, dict[str, TensorSpec]] = {EMBEDDING: {}} if tied else {}
+    shards |= {span.shard: {} for span in spans}
+    span_of = {layer: span.shard for span in spans for layer in span.layers}
+    for name, spec in parameters.items():
+        shards[EMBEDDING if name in apart else span_of[layer_of.get(name, ends[name])]][name] = spec
+    return Cut(spans=tuple(spans), shards=shards)
+
+
+def _stop(nbytes: list[int], start: int, num_spans: int) -> int:
+    """Return where the span ends that begins at layer ``start``, so that ``num_spans`` have about the same bytes."""
+    share, stop = sum(nbytes[start:]) / num_spans, start + 1
+    last = len(nbytes) - (num_spans - 1)
+    while stop < last and sum(nbytes[start:stop]) + nbytes[stop] / 2 <= share:
+        stop += 1
+    return last if num_spans == 1 else stop
+
+
+def flat_value(name: str, state: OptimizerState, dtype: str, kind: ValueKind) -> Value:
+    """Return the Value of a shard's weights or gradients."""
+    return Value(name=name, tensors={FLAT: state.flat_spec(dtype)}, kind=kind)
+
+
+@contextmanager
+def attached(context: StageContext, model: Any, shards: Mapping[str, OptimizerState]) -> Iterator[None]:
+    """Point the model's parameters at the weights of ``shards`` meanwhile."""
+    if not shards:
+        yield
+        return
+    views: dict[str, torch.Tensor] = {}
+    for shard, state in shards.items():
+        views |= state.of_value(context, names.shard_weights(shard))
+    model.attach(views)
+    try:
+        yield
+    finally:
+        model.detach()
