@@ -26,7 +26,7 @@ import torch
 from engine.budget import UNLIMITED_BYTES, Budget, Tier
 from engine.fitting import Observation, fit_profile
 from engine.hardware import PROFILES, HardwareProfile
-from engine.memory import LiveBytes, release_freed_memory
+from engine.memory import LiveBytes, keep_freed_memory
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.planner import forecast
 from engine.runtime import execute
@@ -98,7 +98,7 @@ def calibrate(
 
     ``tell`` is told what is being measured, ``clock`` asked for the seconds.
     """
-    release_freed_memory()
+    keep_freed_memory()
     with tempfile.TemporaryDirectory(prefix="longstraw-calibrate-") as folder:
         tell("measuring transfers")
         known = _measure_transfers(replace(PROFILES["cpu"], name=name), Path(folder), rounds, clock)

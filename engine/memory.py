@@ -16,7 +16,7 @@ import os
 import resource
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ from engine.units import MIB
 
 DEVICE, HOST = "device", "host"
 
-MMAP_THRESHOLD_BYTES = MIB
-# Above this size the C allocator maps and unmaps each block by itself, so that freed tensors leave the process and
-# the resident set follows the ledger; glibc's own moving threshold keeps up to 32 MiB blocks in the heap.
-_M_MMAP_THRESHOLD = -3
+MMAP_THRESHOLD_BYTES = 32 * MIB
+# Smaller blocks stay in the heap when they are freed, and larger ones are mapped and unmapped each by itself. A block
+# that is mapped anew is paid for in page faults: with a threshold of 1 MiB a layer's arithmetic takes a fifth longer.
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 
 class _Entry:
@@ -117,12 +117,20 @@ class LiveBytes(TorchDispatchMode):
         self.peak[tier] = max(self.peak[tier], self.live[tier] + nbytes)
 
 
-def release_freed_memory() -> bool:
-    """Make the C allocator return large freed blocks at once; False where that can't be set (no glibc)."""
+def keep_freed_memory() -> bool:
+    """Make the C allocator keep freed blocks until `return_freed_memory`; False where that can't be set (no glibc)."""
     try:
-        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES))
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt.argtypes = [ctypes.c_int, ctypes.c_long]
+        return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
     except (OSError, AttributeError):
         return False
+
+
+def return_freed_memory() -> None:
+    """Give pages of freed blocks back to the operating system, so that the resident set is what is alive."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_rss_bytes() -> int:

@@ -35,7 +35,7 @@ from engine.journal import (
     check_record,
     read_journal,
 )
-from engine.memory import DEVICE, HOST, LiveBytes, peak_rss_bytes, release_freed_memory
+from engine.memory import DEVICE, HOST, LiveBytes, keep_freed_memory, peak_rss_bytes, return_freed_memory
 from engine.origin import at
 from engine.own_stage import merge_reports
 from engine.plan import Plan, Stage, digest, recipe_keys
@@ -44,8 +44,11 @@ from engine.run import METRICS_FILE, RunDirectory, atomic_write_bytes, atomic_wr
 from engine.schedule import Copy, Create
 from engine.store import Store
 from engine.trace import MEASURED, Recording, chrome_trace
-from engine.units import format_bytes
+from engine.units import MIB, format_bytes
 from engine.worker import TorchMachine
+
+MUCH_FREED_BYTES = 16 * MIB
+# By a stage: what it worked with goes back to the operating system at its end. Less is not worth a system call.
 
 CHECKSUMS_A_RECORD = 4000
 # Keeps a record well below the journal's cap; a Value has as many chunks as the model has layers.
@@ -103,6 +106,8 @@ class _Checked:
         if not _is_plain(self.machine.results):
             raise StageFailedError(f"stage {stage.name} reports something other than plain data; use numbers and text")
         self.last_peak = peak
+        if peak[DEVICE] - self.machine.meter.live[DEVICE] >= MUCH_FREED_BYTES:
+            return_freed_memory()
         self.recording.measured(peak, {**self.machine.meter.live, str(Tier.DISK): self.machine.disk_bytes})
         self._note_peak()
         for tier, measured, limit in (
@@ -348,7 +353,7 @@ def _leave_trace(directory: RunDirectory, forecast: Forecast, recording: Recordi
 def _drive(
     forecast: Forecast, machine: TorchMachine, journal: Journal, observers: Iterable[Observer], recording: Recording
 ) -> Outcome:
-    release_freed_memory()
+    keep_freed_memory()
     keys = recipe_keys(forecast.schedule.stages, engine.CODE_VERSION)
     checked = _Checked(machine=machine, budget=forecast.budget, recording=recording)
     journaled = _Journaled(journal=journal, machine=machine, checked=checked, keys=keys)

@@ -23,7 +23,7 @@ import torch
 
 from engine.budget import Tier
 from engine.context import StageContext
-from engine.memory import LiveBytes, release_freed_memory
+from engine.memory import LiveBytes, keep_freed_memory
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.schedule import staging_need
 from engine.store import Store
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--piece-kib", type=int, default=4096)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    release_freed_memory()
+    keep_freed_memory()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(Path(folder), arguments.pieces, arguments.piece_kib * KIB)
         for tier in (Tier.HOST, Tier.DISK):

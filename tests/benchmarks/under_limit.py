@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.budget import Budget
-from engine.memory import release_freed_memory
+from engine.memory import keep_freed_memory
 from engine.units import format_bytes, parse_bytes
 from tests.benchmarks.engine_step import plan_step, roomy_budget, run_step, step_space
 from tests.benchmarks.machine import heading, markdown, mib
@@ -46,7 +46,7 @@ def engine(tokens: int, device_bytes: int, host_bytes: int) -> dict[str, object]
 
 def dense(tokens: int) -> dict[str, object]:
     """Run dense autograd of one sequence in this process."""
-    release_freed_memory()
+    keep_freed_memory()
     group = benchmark_group(tokens, GROUP_SIZE)
     peer(DENSE, replace(group, responses=group.responses[:1])).step()
     return {}
