@@ -129,7 +129,7 @@ class Trial:
         ladders = {} if space is None else space.ladders
         key = tuple((name, choices[name]) for name in ladders)
         if key not in self._fixed:
-            self._fixed[key] = replace(self.planner, fixed=dict(key), _lowered={}, _placers={})
+            self._fixed[key] = replace(self.planner, fixed=dict(key))
         return self._fixed[key]
 
 

@@ -139,8 +139,8 @@ class Planner:
     plan: Plan
     profile: HardwareProfile
     fixed: Choices = field(default_factory=dict)
-    _lowered: dict[Hashable, Plan] = field(default_factory=dict, repr=False)
-    _placers: dict[int, Placer] = field(default_factory=dict, repr=False)  # each holds its plan, so ids stay unique
+    _lowered: dict[Hashable, Plan] = field(default_factory=dict, init=False, repr=False)
+    _placers: dict[int, Placer] = field(default_factory=dict, init=False, repr=False)  # each holds its plan
 
     def forecast(self, budget: Budget) -> Forecast:
         """Choose, schedule and simulate.
