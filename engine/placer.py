@@ -46,11 +46,14 @@ MOST_PACKED_UNITS = 20_000
 MOST_STAGES_OF_SEARCH, MOST_USES_OF_SEARCH = 64, 1000
 # Of a plan that is searched: that takes up to some seconds.
 
-RUNGS_A_VALUE, LEAST_RUNGS, MOST_RUNGS, CROWDING = 3, 8, 64, 1.5
+RUNGS_A_VALUE, LEAST_RUNGS, CROWDING = 3, 8, 1.5
 # Rungs of the search; they are closer to each other near the least, where a byte counts most.
 
-ROUNDS_A_VALUE, MOST_ROUNDS = 3, 100
+ROUNDS_A_VALUE = 3
 # Of a search: with three times as many rounds, plans of 30 stages get less than a percent faster.
+
+MOST_EFFORT, EFFORT_OF_ONE_OF_MANY = (64, 100), (12, 20)
+# Rungs, and rounds on each, at most. A plan that is one of many choices is searched for each of them, so for less long.
 
 BEFORE_FIRST = -1
 # The gap before the first stage that uses a Value as a resident.
@@ -318,7 +321,8 @@ class Placer:
         if device_bytes < self.least_bytes:
             return
         num_values = len(self._chain_order)
-        num_rungs = max(LEAST_RUNGS, min(MOST_RUNGS, RUNGS_A_VALUE * num_values))
+        most_rungs, most_rounds = MOST_EFFORT if self.needs.plan.space is None else EFFORT_OF_ONE_OF_MANY
+        num_rungs = max(LEAST_RUNGS, min(most_rungs, RUNGS_A_VALUE * num_values))
         spread = self.everything_bytes - self.least_bytes
         rungs = [self.least_bytes + int(spread * (rung / num_rungs) ** CROWDING) for rung in range(num_rungs)]
         num_within = sum(rung <= device_bytes for rung in rungs)
@@ -327,7 +331,7 @@ class Placer:
             search.cap_bytes = rungs[len(self._rungs_found)]
             search.double_where_there_is_room(range(self.needs.num_stages))
             search.improve_each()
-            search.improve(min(MOST_ROUNDS, ROUNDS_A_VALUE * num_values))
+            search.improve(min(most_rounds, ROUNDS_A_VALUE * num_values))
             self._rungs_found.append(search.placement())
         yield from reversed(self._rungs_found[:num_within])
 
