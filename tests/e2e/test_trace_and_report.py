@@ -252,8 +252,8 @@ def test_the_report_of_a_run_draws_every_figure_and_asks_for_nothing(browser: Br
         " plot.querySelectorAll('.barlayer .point path').length]]))"
     )
     assert drawn.keys() == {"bytes-device", "bytes-host", "bytes-disk", "timeline"}
-    assert drawn["bytes-device"][0] == 3  # predicted, and planned and measured over the run's own time
-    assert drawn["bytes-disk"][0] == 2
+    for tier in TIERS:  # predicted, and planned and measured over the run's own time
+        assert drawn[f"bytes-{tier}"][0] == 3
     assert drawn["timeline"][1] == sum(event["ph"] == "X" for event in events(executed.trace))
     assert page.evaluate("document.querySelectorAll('#graph g.node').length") == 5 - 2
     assert_quiet(page, executed.report)
