@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from engine.budget import Budget, default_budget, merge_budget, parse_budget
 from engine.errors import DoesNotFitError, EngineError, RunDirectoryError, StageFailedError, UsageError
 from engine.loader import find_plan, parse_settings
-from engine.output import discard, only_the_object
+from engine.output import discard, flush_or_discard, only_the_object
 from engine.plan import Choices, Plan
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         except BrokenPipeError:  # `engine show ... | head`: nobody wants the rest, and nobody is left to be told
             discard(arguments.out)
             return READER_LEFT
+        finally:
+            flush_or_discard(sys.stderr)  # where nobody reads progress, the end of the process must not fail at it
 
 
 def _guarded(arguments: argparse.Namespace) -> int:

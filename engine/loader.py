@@ -7,6 +7,7 @@ everything else on the import path, so that a user's ``models/`` never shadows o
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
@@ -141,8 +142,9 @@ def _import(path: Path) -> types.ModuleType:
     for folder in (Path(__file__).parents[1], path.parent):  # ours first, also where only an import hook finds it
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-    spec = importlib.util.spec_from_file_location(f"plan_file_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    name = f"plan_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
+    if spec is None or spec.loader is None or path.suffix not in importlib.machinery.SOURCE_SUFFIXES:
         raise UsageError(f"{path} is not a Python file; a plan ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -156,6 +158,14 @@ def _import(path: Path) -> types.ModuleType:
         line = _line_in(path, error)
         raise UsageError(f"plan {path} can't be imported: {type(error).__name__}: {error}{line}") from error
     return module
+
+
+class _FromSource(importlib.machinery.SourceFileLoader):
+    """Compiles a plan file each time. Bytecode beside it would be taken for its own after a change within a second."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Return the code of the file as it is now."""
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _located(error: PlanError) -> PlanError:

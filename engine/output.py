@@ -46,3 +46,11 @@ def discard(out: TextIO) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, out.fileno())
         os.close(nowhere)
+
+
+def flush_or_discard(out: TextIO) -> None:
+    """Write what is still buffered, or let it go nowhere if nobody reads it."""
+    try:
+        out.flush()
+    except (OSError, ValueError):
+        discard(out)
