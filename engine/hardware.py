@@ -127,7 +127,8 @@ def _accelerator(
 PROFILES = {
     profile.name: profile
     for profile in (
-        # Two server cores, float32: rounded from a fit to stages measured on a busy AMD EPYC (Zen 4); transfers are guesses.
+        # Two server cores, float32: rounded from a fit to stages measured on a busy AMD EPYC (Zen 4). What transfers
+        # take is a guess.
         HardwareProfile(
             name="cpu", flops_per_s=1.5e11, attention_flops_per_s=1.6e11, attention_backward_flops_per_s=2.5e11,
             attention_scores_per_s=4e9, memory_bytes_per_s=1e10, kernel_s=1.1e-5, stage_s=6e-4,
