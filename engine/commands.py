@@ -410,8 +410,7 @@ def _check_same(record: Any, plan: Plan) -> Choices:
 
     if record.code_version != engine.CODE_VERSION:
         raise RunDirectoryError(f"the run was made by version {record.code_version}, this is {engine.CODE_VERSION}")
-    ladders = {} if plan.space is None else plan.space.ladders
-    choices = {name: value for name, value in record.choices.items() if name in ladders}
+    choices = {name: value for name, value in record.choices.items() if name in plan.ladders}
     chosen = plan.lowered(choices)
     if plan_fingerprint(chosen) != record.fingerprint:
         changed = [key for key in record.settings if record.settings[key] != _comparable(chosen.settings.get(key))]

@@ -89,13 +89,10 @@ class Trial:
 
     def faster(self, known: Forecast) -> Forecast:
         """Return a forecast within the same budget that no step on one ladder of the choices makes faster."""
-        space = self.planner.plan.space
-        if space is None:
-            return known
         best: Forecast | None = None
         while best is not known:
             best = known
-            for name, ladder in space.ladders.items():
+            for name, ladder in self.planner.plan.ladders.items():
                 for direction in (-1, 1):
                     known = self._along(known, name, ladder, direction)
         return known
@@ -120,14 +117,12 @@ class Trial:
         plan, space = self.planner.plan, self.planner.plan.space
         yield plan.choices
         if space is not None:
-            if hint and all(value in space.ladders.get(name, ()) for name, value in hint.items()):
+            if hint and all(value in plan.ladders.get(name, ()) for name, value in hint.items()):
                 yield hint
             yield from space.leanest()
 
     def _with(self, choices: Choices) -> Planner:
-        space = self.planner.plan.space
-        ladders = {} if space is None else space.ladders
-        key = tuple((name, choices[name]) for name in ladders)
+        key = tuple((name, choices[name]) for name in self.planner.plan.ladders)
         if key not in self._fixed:
             self._fixed[key] = replace(self.planner, fixed=dict(key))
         return self._fixed[key]
@@ -288,7 +283,7 @@ class _Probe:
         trial = self.trial(value)
         forecast = trial.forecast(self._budget(value), self._hint)
         self._forecasts[value], self._trials[value] = forecast, trial
-        ladders = trial.planner.plan.space.ladders if trial.planner.plan.space is not None else {}
+        ladders = trial.planner.plan.ladders
         self._hint = {name: choice for name, choice in forecast.plan.choices.items() if name in ladders}
 
     def _budget(self, value: int) -> Budget:

@@ -133,6 +133,13 @@ class Needs:
         """Return the device bytes by stage where nothing is there but what must be; streams have ``slots`` buffers."""
         return self.workspace_bytes + self.pinned_bytes + self.visiting_bytes + slots * self.buffer_bytes
 
+    @cached_property
+    def floor(self) -> tuple[int, Stage]:
+        """The most of the least device bytes with one buffer a stream, and the first stage that needs them."""
+        least = self.least_bytes(1)
+        number = int(np.argmax(least))
+        return int(least[number]), self.stages[number]
+
     def living_bytes(
         self, numbers: Sequence[int] | Numbers, births: Numbers | None = None, end: int | None = None
     ) -> Bytes:

@@ -58,8 +58,8 @@ MOST_EFFORT, EFFORT_OF_ONE_OF_MANY = (64, 100), (12, 20)
 BEFORE_FIRST = -1
 # The gap before the first stage that uses a Value as a resident.
 
-_CODES = {1: Tier.HOST, 2: Tier.DISK}
-# Of tiers, in arrays; 0 is the device.
+_CODES = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2}
+# Of tiers, in arrays.
 
 
 def copy_s(profile: HardwareProfile, value: Value, source: Tier, target: Tier) -> float:
@@ -127,8 +127,8 @@ class Placer:
             if not placement.stays(number):
                 self._add_copies(placement, number, waited, hidden)
         away = self._streamed_from(placement)
-        for code, tier in _CODES.items():
-            chosen = away == code
+        for tier in (Tier.HOST, Tier.DISK):
+            chosen = away == _CODES[tier]
             np.add.at(streamed, self.needs.streams.stages[chosen], self._stream_s[tier][chosen])
         double = np.zeros(needs.num_stages, dtype=bool)
         double[list(placement.doubled)] = True
@@ -140,16 +140,16 @@ class Placer:
 
     def _streamed_from(self, placement: Placement) -> Numbers:
         """Return, for every use in a stream, the code of the tier that the Value is on then."""
-        code_of = {tier: code for code, tier in _CODES.items()}
         homes = np.zeros(len(self.needs.names), dtype=np.int64)
         for number, tier in placement.homes.items():
-            homes[number] = code_of[tier]
+            homes[number] = _CODES[tier]
         codes = homes[self.needs.streams.values]
         for number in placement.homes:
             windows, mine = placement.windows.get(number), self._streams_of.get(number)
             if windows is not None and mine is not None:
                 at = self.needs.streams.stages[mine]
-                codes[mine[np.logical_or.reduce([(w.first <= at) & (at <= w.last) for w in windows])]] = 0
+                here = np.logical_or.reduce([(w.first <= at) & (at <= w.last) for w in windows])
+                codes[mine[here]] = _CODES[Tier.DEVICE]
         return codes
 
     @cached_property
@@ -222,15 +222,15 @@ class Placer:
 
     # Filling the device
 
-    @cached_property
+    @property
     def least_bytes(self) -> int:
         """Device bytes where nothing is there but what must be."""
-        return int(self.needs.least_bytes(1).max(initial=0))
+        return self.needs.floor[0]
 
     @property
     def binding_stage(self) -> Stage:
         """The stage during which the least bytes are reached."""
-        return self.needs.stages[int(np.argmax(self.needs.least_bytes(1)))]
+        return self.needs.floor[1]
 
     @cached_property
     def everything_bytes(self) -> int:

@@ -256,6 +256,11 @@ class Plan:
             bare.add(stage)
         return bare
 
+    @property
+    def ladders(self) -> Mapping[str, Sequence[int]]:
+        """The values of every choice that the plan has; none where it could be no other."""
+        return {} if self.space is None else self.space.ladders
+
     def sketched(self, choices: Choices) -> Plan:
         """Return the plan under ``choices`` with each kind of step once; a plan with additions as it is."""
         if self.space is None or self._has_additions():

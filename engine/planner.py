@@ -249,14 +249,12 @@ class Planner:
 
     @cached_property
     def _ladders(self) -> Mapping[str, Sequence[int]]:
-        ladders = {} if self.plan.space is None else self.plan.space.ladders
-        return {**ladders, **{name: (value,) for name, value in self._fixed.items()}}
+        return {**self.plan.ladders, **{name: (value,) for name, value in self._fixed.items()}}
 
     @property
     def _fixed(self) -> Choices:
         """Those of the fixed choices that the plan has."""
-        space = self.plan.space
-        return {} if space is None else {name: value for name, value in self.fixed.items() if name in space.ladders}
+        return {name: value for name, value in self.fixed.items() if name in self.plan.ladders}
 
     def _levers(self, stage: Stage) -> Sequence[str]:
         return () if self.plan.space is None else self.plan.space.levers(stage)

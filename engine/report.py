@@ -14,7 +14,7 @@ from engine.pictures.terminal import draw_text
 from engine.plan import Plan
 from engine.planner import Forecast, Offer
 from engine.runtime import Outcome
-from engine.schedule import Copy, Create
+from engine.schedule import Copy, Create, filled_tier
 from engine.units import format_bytes, format_seconds
 
 _PEAKS = ("planned_peak_bytes", "measured_peak_bytes")
@@ -40,10 +40,9 @@ def spilled(forecast: Forecast) -> dict[Tier, int]:
     """Return the bytes that the schedule keeps or puts on host and disk instead of the device, per tier."""
     found = {Tier.HOST: 0, Tier.DISK: 0}
     for item in forecast.schedule.instructions:
-        value = getattr(item, "value", None)
-        tier = item.tier if isinstance(item, Create) else item.target if isinstance(item, Copy) else None
-        if tier in found and value is not None and not forecast.plan.values[value].provided:
-            found[tier] += forecast.plan.values[value].nbytes
+        tier = filled_tier(item)
+        if isinstance(item, Create | Copy) and tier in found and not forecast.plan.values[item.value].provided:
+            found[tier] += forecast.plan.values[item.value].nbytes
     return found
 
 

@@ -41,7 +41,7 @@ from engine.own_stage import merge_reports
 from engine.plan import Plan, Stage, digest, recipe_keys
 from engine.planner import Forecast, peak_bytes_at
 from engine.run import METRICS_FILE, RunDirectory, atomic_write_bytes, atomic_write_text, check_writable
-from engine.schedule import Copy, Create
+from engine.schedule import Copy, Create, filled_tier
 from engine.store import Store
 from engine.trace import MEASURED, Recording, chrome_trace
 from engine.units import MIB, format_bytes
@@ -336,9 +336,8 @@ def _uses_disk(forecast: Forecast) -> bool:
     """Return whether any Value but the files that stages write themselves is ever on disk."""
     values = forecast.plan.values
     return any(
-        not values[item.value].provided and (item.tier if isinstance(item, Create) else item.target) is Tier.DISK
+        isinstance(item, Create | Copy) and filled_tier(item) is Tier.DISK and not values[item.value].provided
         for item in forecast.schedule.instructions
-        if isinstance(item, Create | Copy)
     )
 
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from engine.budget import Budget, Tier
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
@@ -92,6 +90,14 @@ class Schedule:
     seconds: float
 
 
+def filled_tier(instruction: Instruction) -> Tier | None:
+    """Return the tier that an instruction puts a Value on; None for one that puts none anywhere."""
+    match instruction:
+        case Create(tier=tier) | Copy(target=tier):
+            return tier
+    return None
+
+
 def begin(ledger: Ledger, plan: Plan, instruction: Instruction) -> None:
     """Count what an instruction adds. Raises DoesNotFitError if that is too much."""
     match instruction:
@@ -125,10 +131,7 @@ def device_floor(plan: Plan) -> tuple[int, Stage]:
     buffered streams of a stage, or resident and in one. `make_schedule` reaches the bound where host and disk have
     room, since everything else can leave.
     """
-    stages = plan.ordered()
-    least = needs_of(plan, stages).least_bytes(1)
-    number = int(np.argmax(least))
-    return int(least[number]), stages[number]
+    return needs_of(plan, plan.ordered()).floor
 
 
 def staging_need(plan: Plan) -> int:
@@ -175,12 +178,10 @@ def best_placement(placer: Placer, budget: Budget) -> tuple[Placement, float]:
 
 
 def _check_device(needs: Needs, budget: Budget) -> None:
-    least = needs.least_bytes(1)
-    number = int(np.argmax(least))
-    if least[number] > budget.device_bytes:
-        stage = needs.stages[number]
+    least_bytes, stage = needs.floor
+    if least_bytes > budget.device_bytes:
         raise DoesNotFitError(
-            f"stage {stage.name} needs {format_bytes(int(least[number]))} ({least[number]} bytes) on the device, with "
+            f"stage {stage.name} needs {format_bytes(least_bytes)} ({least_bytes} bytes) on the device, with "
             f"all that has to stay there; the budget is {format_bytes(budget.device_bytes)}",
             report={"binding_stage": stage.name},
         )

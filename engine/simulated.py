@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from engine.budget import Tier
 from engine.hardware import HardwareProfile
 from engine.needs import Touch, touches
+from engine.placer import copy_s
 from engine.plan import Plan, Stage, Value
 
 
@@ -63,8 +64,7 @@ class SimulatedMachine:
 
     def copy(self, value: Value, source: Tier, target: Tier, *, alongside: bool) -> None:
         self.where[value.name].add(target)
-        pieces = sum(spec.num_pieces for spec in value.tensors.values())
-        seconds = self._transfer(source, target, value.nbytes, pieces)
+        seconds = self._moved(source, target, value.nbytes, copy_s(self.profile, value, source, target))
         if alongside:
             self._alongside_s += seconds
         else:
@@ -99,7 +99,9 @@ class SimulatedMachine:
         return seconds
 
     def _transfer(self, source: Tier, target: Tier, nbytes: int, num_pieces: int) -> float:
+        return self._moved(source, target, nbytes, self.profile.transfer_s(source, target, nbytes, num_pieces))
+
+    def _moved(self, source: Tier, target: Tier, nbytes: int, seconds: float) -> float:
         self.moved_bytes[f"{source}->{target}"] += nbytes
-        seconds = self.profile.transfer_s(source, target, nbytes, num_pieces)
         self.transfer_s += seconds
         return seconds

@@ -8,7 +8,8 @@ all. Gradients are written in the accumulators' dtype under the names of ``named
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,19 @@ def load_shard(context: StageContext, policy: PolicySource, seed: int, shard: st
 def save(context: StageContext, tokenizer: Any, dtype: torch.dtype, name: str) -> None:
     """Write the weights as the checkpoint ``name`` in ``dtype`` and report its path."""
     hf = context.item(names.WEIGHTS).hf
-    target = context.directory / name
-    with atomic_directory(target, replace=True) as directory, quiet():
+    with new_checkpoint(context, tokenizer, name) as directory:
         hf.save_pretrained(directory, state_dict=None if hf.dtype is dtype else _converted(hf.state_dict(), dtype))
         config = copy.deepcopy(hf.config)
         config.dtype = dtype  # transformers writes the dtype that the model is computed in
         config.save_pretrained(directory)
+
+
+@contextmanager
+def new_checkpoint(context: StageContext, tokenizer: Any, name: str) -> Iterator[Path]:
+    """Yield the directory of the checkpoint ``name`` to fill; the tokenizer joins it, and its path is reported."""
+    target = context.directory / name
+    with atomic_directory(target, replace=True) as directory, quiet():
+        yield directory
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         mode = (directory / "config.json").stat().st_mode

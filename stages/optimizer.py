@@ -267,6 +267,12 @@ def _told(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {list(shape)}"
 
 
+def _source_of(state: OptimizerState) -> OptimizerFile:
+    if state.source is None:
+        raise ValueError("a fresh state has nothing to load")
+    return state.source
+
+
 def load_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
     """Return the stage that holds the state's source against the weights that were loaded, before any work is done.
 
@@ -276,9 +282,8 @@ def load_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
     Raises:
         ValueError: the state has no source.
     """
-    if state.source is None:
-        raise ValueError("a fresh state has nothing to load")
-    source, contents = state.source, state.source.contents
+    source = _source_of(state)
+    contents = source.contents
     scratch = _restore_bytes(state, torch_dtype(contents.checkpoint_dtype)) if MASTER in contents.kinds else 0
     return Stage(
         name=name,
@@ -297,9 +302,7 @@ def check_stage(states: Sequence[OptimizerState], *, name: str) -> Stage:
     Raises:
         ValueError: the states have no source.
     """
-    source = states[0].source
-    if source is None:
-        raise ValueError("a fresh state has nothing to load")
+    source = _source_of(states[0])
     contents, row_bytes = source.contents, max(state.row_bytes for state in states)
     return Stage(
         name=name,
@@ -317,9 +320,8 @@ def restore_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
     Raises:
         ValueError: the state has no source.
     """
-    if state.source is None:
-        raise ValueError("a fresh state has nothing to load")
-    source, stored = state.source, torch_dtype(state.source.contents.checkpoint_dtype)
+    source = _source_of(state)
+    stored = torch_dtype(source.contents.checkpoint_dtype)
     nbytes = float(state.num_elements * state.wide.itemsize)
 
     def run(context: StageContext) -> None:

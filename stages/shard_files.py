@@ -18,9 +18,10 @@ import torch
 from engine.chunkfile import as_bytes
 from engine.context import StageContext
 from engine.plan import ITEM_BYTES
-from engine.run import atomic_directory, atomic_file, disk_usage_bytes
+from engine.run import atomic_file
 from engine.tensors import dtype_name
 from stages import names
+from stages.checkpoint import new_checkpoint
 from stages.optimizer import OptimizerState
 
 _CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -34,8 +35,8 @@ def save_checkpoint(
     context: StageContext, tokenizer: Any, dtype: torch.dtype, name: str, shards: Mapping[str, OptimizerState]
 ) -> None:
     """Write the weights of all shards as the checkpoint ``name`` in ``dtype`` and report its path."""
-    hf, target = context.item(names.WEIGHTS).hf, context.directory / name
-    with atomic_directory(target, replace=True) as directory:
+    hf = context.item(names.WEIGHTS).hf
+    with new_checkpoint(context, tokenizer, name) as directory:
         files: dict[str, str] = {}
         for number, (shard, state) in enumerate(shards.items(), start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -45,10 +46,6 @@ def save_checkpoint(
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         _save_configuration(hf, dtype, directory)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-    context.results["checkpoint"] = str(target)
-    context.provide(name, disk_bytes=disk_usage_bytes(target))
 
 
 def _save_configuration(hf: Any, dtype: torch.dtype, directory: Path) -> None:

@@ -2,11 +2,10 @@
 
 Choices, all of which can be fixed by hand: ``chunk_tokens`` (what one stage evaluates), ``branches_at_once``
 (responses batched into one wave, also when they are sampled), ``head_rows`` (rows scored per block),
-``stored_inputs`` (how much a chunk's forward keeps for its backward, `stages.kept`), ``layer_spans``
-(in how many parts the model is on the device, `stages.spans`). Smaller ones need less workspace
-and more time, but for the last: storing less takes more arithmetic and fewer bytes, though none fewer of the device.
-``page_tokens`` is a constant of the plan. What a choice is made into is in
-`stages.build`.
+``stored_inputs`` (how much a chunk's forward keeps for its backward, `stages.kept`), ``layer_spans`` (in how many parts
+the model is on the device, `stages.spans`). Smaller ones of the first three need less workspace and more time; storing
+less takes more arithmetic and fewer bytes, though none fewer of the device. ``page_tokens`` is a constant of the plan.
+What a choice is made into is in `stages.build`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from stages import names
 from stages.advantages import GroupAdvantages, group_advantages
 from stages.build import RunBuilder
 from stages.estimate import Estimator
-from stages.groups import Group, Prompt, StepGroup, group_data
+from stages.groups import Group, Prompt, StepGroup, group_data, prompt_ids
 from stages.kept import STORED_INPUTS_LADDER
 from stages.lookup import LookupIds, lookup_ids
 from stages.loss_stage import LossStage
@@ -44,6 +43,9 @@ LARGEST_CHUNK_TOKENS = 8192
 # merging of partial attention over pages of its own tokens, and matrices are large enough for any device long before.
 
 HEAD_ROWS_LADDER = (256, 64, 16)
+
+_LEAST_PERIODS = 3
+# Of a prompt in an outline: its first and its last chunks see fewer pages, and those between see as many as need be.
 
 _LEVERS = {
     "prefill": ("chunk_tokens", "stored_inputs", "layer_spans"),
@@ -347,13 +349,9 @@ class GrpoSpace:
         return sorted({*first.values(), len(self.steps) - 1})
 
 
-_LEAST_PERIODS = 3
-# Of a prompt in an outline: its first and its last chunks see fewer pages, and those between see as many as need be.
-
-
 def _shortened(group: StepGroup, period: int) -> StepGroup:
     """Return a group with a prompt that is some multiple of ``period`` tokens shorter."""
-    ids = group.prompt_ids if isinstance(group, Group) else group.token_ids
+    ids = prompt_ids(group)
     cut = max(0, (len(ids) - 1) // period - _LEAST_PERIODS) * period
     kept = ids[cut:]
     return replace(group, prompt_ids=kept) if isinstance(group, Group) else replace(group, token_ids=kept)

@@ -10,7 +10,7 @@ float32 are the rounding of their masters. Step count and learning rate of an up
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -97,7 +97,11 @@ def merge_stage(
 
 def global_norm(gradients: Mapping[str, torch.Tensor]) -> float:
     """Return the Euclidean norm of all gradients together: per-parameter norms, summed in order in float64."""
-    return math.sqrt(math.fsum(torch.linalg.vector_norm(gradient).item() ** 2 for gradient in gradients.values()))
+    return _joined(torch.linalg.vector_norm(gradient).item() for gradient in gradients.values())
+
+
+def _joined(norms: Iterable[float]) -> float:
+    return math.sqrt(math.fsum(norm**2 for norm in norms))
 
 
 def clip_value(name: str, dtype: torch.dtype) -> Value:
@@ -169,8 +173,7 @@ def clip_norms_stage(
 
     def run(context: StageContext) -> None:
         numbers = (number for value in norms for number in context.tensors(value)["norms"].tolist())
-        norm = math.sqrt(math.fsum(number**2 for number in numbers))
-        _clip(context, norm, clip, max_grad_norm, result)
+        _clip(context, _joined(numbers), clip, max_grad_norm, result)
 
     return Stage(
         name=name,

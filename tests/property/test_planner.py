@@ -15,7 +15,7 @@ from engine.errors import DoesNotFitError
 from engine.plan import Choices, Cost, Plan, Stage
 from engine.planner import Planner
 from engine.schedule import device_floor
-from tests.property.test_schedules import SECONDS, budgets, random_plans, total_bytes
+from tests.property.test_schedules import SECONDS, budgets, larger_budgets, random_plans
 
 
 @dataclass
@@ -68,13 +68,7 @@ def test_a_bigger_budget_never_gives_a_slower_plan(data: st.DataObject, plan: Pl
     space, budget = Scaled(plan), data.draw(budgets(plan))
     before = seconds(space, budget)
     assume(before is not None)
-    more = st.one_of(st.just(0), st.integers(0, total_bytes(plan)))
-    bigger = Budget(
-        device_bytes=budget.device_bytes + data.draw(more),
-        host_bytes=budget.host_bytes + data.draw(more),
-        disk_bytes=budget.disk_bytes + data.draw(more),
-    )
-    after = seconds(space, bigger)
+    after = seconds(space, data.draw(larger_budgets(plan, budget)))
     assert before is not None
     assert after is not None
     assert after <= before * (1 + 1e-12)

@@ -168,6 +168,17 @@ def budgets(draw: st.DrawFn, plan: Plan) -> Budget:
     return Budget(device_bytes=draw(device), host_bytes=draw(lower), disk_bytes=draw(lower))
 
 
+@st.composite
+def larger_budgets(draw: st.DrawFn, plan: Plan, budget: Budget) -> Budget:
+    """Budgets with no less on any tier."""
+    more = st.one_of(st.just(0), st.integers(0, total_bytes(plan)))
+    return Budget(
+        device_bytes=budget.device_bytes + draw(more),
+        host_bytes=budget.host_bytes + draw(more),
+        disk_bytes=budget.disk_bytes + draw(more),
+    )
+
+
 def scheduled(plan: Plan, budget: Budget) -> Schedule | None:
     try:
         return make_schedule(plan, budget, SECONDS)
@@ -369,12 +380,7 @@ def test_a_bigger_budget_never_refuses_what_a_smaller_one_accepted_and_is_never_
     budget = data.draw(budgets(plan))
     schedule = scheduled(plan, budget)
     assume(schedule is not None)
-    more = st.one_of(st.just(0), st.integers(0, total_bytes(plan)))
-    bigger = Budget(
-        device_bytes=budget.device_bytes + data.draw(more),
-        host_bytes=budget.host_bytes + data.draw(more),
-        disk_bytes=budget.disk_bytes + data.draw(more),
-    )
+    bigger = data.draw(larger_budgets(plan, budget))
     assert schedule is not None
     assert make_schedule(plan, bigger, SECONDS).seconds <= schedule.seconds * (1 + 1e-12)
 
