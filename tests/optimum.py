@@ -11,8 +11,11 @@ may be chosen is everything that a list of instructions can say:
 - one or two buffers for the streams of every stage by itself,
 - the tier of every home, for the whole life of its Value.
 
-The scheduler has less: its orders are those of a small portfolio, and a copy is stored only as it leaves the device.
-Neither one's homes are given up before their Values die, and neither moves Values between host and disk.
+Left out is only what can't be faster: to wait for a copy elsewhere than around a stage that uses the Value, to fetch
+what leaves again unused, to stay on the device for no use.
+
+The scheduler has less: its orders are those of a small portfolio. Neither one's homes are given up before their Values
+die, and neither moves Values between host and disk.
 
 `Optimum.instructions` is the schedule itself, so that a test can have the simulator carry it out: what the oracle
 claims is a time that the engine's own clock shows within the engine's own ledger.
@@ -20,12 +23,14 @@ claims is a time that the engine's own clock shows within the engine's own ledge
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import networkx as nx
+import numpy as np
 from ortools.sat.python import cp_model
 
 from engine.budget import Budget, Tier
@@ -37,8 +42,17 @@ from engine.schedule import Copy, Create, Drop, Instruction, Run, Schedule, stag
 TICKS = 20_000
 # The time of a plan without any transfer hidden is about this many ticks: rounding to them is far below a percent.
 
-PARTS = 100
-# Of a tick: the overlap counts in hundredths.
+PARTS = 20
+# Of a tick: the overlap counts in these.
+
+GAP = 0.001
+# An optimum counts as proved where the bound is within this of it: the last tenth of a percent takes the longest.
+
+SLACK = 1.005
+# Nothing slower than a known schedule by this factor is looked for. Rounding to ticks is far within it.
+
+_TABLES = ("here", "newer", "fetch", "waited_fetch", "store", "waited_store")
+# Of the model, by Value and position.
 
 Literal = Any
 Expression = Any
@@ -80,15 +94,18 @@ def optimum(
 ) -> Optimum | None:
     """Return the fastest schedule of ``plan`` within ``budget``; None where none was found in the time given.
 
-    ``hint`` is a schedule whose order the search begins with.
+    ``hint`` is a schedule that the search begins with; nothing slower is looked for. ``proved`` means that no schedule
+    is faster by more than `GAP`.
     """
     model = _Model(plan, budget, profile, free_order=free_order)
-    if hint is not None and free_order:
-        model.start_from([stage.name for stage in hint.stages])
+    if hint is not None:
+        model.start_from(hint)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.num_workers = num_threads
     solver.parameters.random_seed = 1
+    solver.parameters.linearization_level = 2
+    solver.parameters.relative_gap_limit = GAP
     status = solver.solve(model.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
@@ -96,7 +113,10 @@ def optimum(
 
 
 class _Model:
-    """The variables: by position in the order, ``p``, and by stage ``i`` and Value ``v`` as in the plan's order."""
+    """The variables: by position in the order, ``p``, and by stage ``i`` and Value ``v`` as in the plan's order.
+
+    What is constant is a number in place of a variable, so that a given order leaves few of them.
+    """
 
     def __init__(self, plan: Plan, budget: Budget, profile: HardwareProfile, *, free_order: bool) -> None:
         self.plan, self.budget, self.profile = plan, budget, profile
@@ -111,6 +131,16 @@ class _Model:
         self._device()
         self._homes()
         self._time()
+
+    def _bool(self, name: str) -> Literal:
+        return self.model.new_bool_var(name)
+
+    def _add(self, constraint: Any) -> None:
+        """Add a constraint, unless it is one of numbers alone."""
+        if not isinstance(constraint, bool | np.bool_):
+            self.model.add(constraint)
+        elif not constraint:
+            self.model.add_bool_or([])  # nothing is possible
 
     # What things take
 
@@ -138,9 +168,16 @@ class _Model:
                 yield touch.value, seconds
 
     @cached_property
+    def _roomy(self) -> bool:
+        """Whether the host has room for everything, so that no home need be on the disk."""
+        return self.budget.host_bytes >= sum(value.nbytes for value in self.values) + staging_need(self.plan)
+
+    @cached_property
     def _tiers(self) -> dict[str, list[Tier]]:
-        """The tiers that a Value's home can be on."""
-        return {value.name: [t for t in (Tier.HOST, Tier.DISK) if t in value.tiers] for value in self.values}
+        """The tiers that a Value's home can be on; not the disk where the host, which is faster, has room for all."""
+        order = [Tier.HOST, Tier.DISK]
+        found = {value.name: [tier for tier in order if tier in value.tiers] for value in self.values}
+        return {name: tiers[:1] if self._roomy else tiers for name, tiers in found.items()}
 
     # Order
 
@@ -156,62 +193,65 @@ class _Model:
             if first == last:
                 here[first] = 1
             self.at.append(here)
-        self.place: dict[str, Expression] = {}
-        for index, stage in enumerate(self.stages):
-            self.model.add(sum(self.at[index]) == 1)
-            self.place[stage.name] = sum(p * x for p, x in enumerate(self.at[index]))
-        for p in range(num):
-            self.model.add(sum(row[p] for row in self.at) == 1)
-        if free_order:
-            for before, after in nx.transitive_reduction(graph).edges:
-                self.model.add(self.place[before] + 1 <= self.place[after])
+        for line in [*self.at, *zip(*self.at, strict=True)]:
+            self._add(sum(line) == 1)
+        row = {stage.name: self.at[index] for index, stage in enumerate(self.stages)}
+        for before, after in nx.transitive_reduction(graph).edges:
+            for p in range(num):  # what was there by p came behind what was there before p
+                self._add(sum(row[before][:p]) >= sum(row[after][: p + 1]))
+        self.behind: dict[str, set[str]] = {stage.name: set(closure.successors(stage.name)) for stage in self.stages}
 
-    def start_from(self, names: Sequence[str]) -> None:
-        """Let the search begin with stages in the order of ``names``."""
-        numbers = {name: p for p, name in enumerate(names)}
-        for stage, row in zip(self.stages, self.at, strict=True):
-            for p, x in enumerate(row):
-                if not isinstance(x, int):
-                    self.model.add_hint(x, int(numbers[stage.name] == p))
-
-    def _bool(self, name: str) -> Literal:
-        return self.model.new_bool_var(name)
-
-    # Values: on the device, up to date at home
+    # Values: on the device, newer there than at home
 
     def _uses(self) -> None:
-        self.users = {
-            value.name: [i for i, stage in enumerate(self.stages) if value.name in set(stage.uses())]
-            for value in self.values
-        }
+        self.users: dict[str, list[int]] = {value.name: [] for value in self.values}
+        self.residents: dict[str, list[int]] = {value.name: [] for value in self.values}
+        self.changers: dict[str, list[int]] = {value.name: [] for value in self.values}
+        for i, stage in enumerate(self.stages):
+            for table, names in (
+                (self.users, stage.uses()), (self.residents, stage.resident()), (self.changers, stage.changes())
+            ):  # fmt: skip
+                for name in dict.fromkeys(names):
+                    table[name].append(i)
         self.born: dict[str, list[Expression]] = {}
         self.left: dict[str, list[Literal]] = {}
         self.here: dict[str, list[Literal]] = {}
         for value in self.values:
-            name, users = value.name, self.users[value.name]
-            first = self.at[users[0]]
+            name = value.name
+            first = self.at[self.users[name][0]]
             self.born[name] = [sum(first[: p + 1]) for p in range(self.num)]
             self.left[name] = [1 if value.keep else self._still_used(name, p) for p in range(self.num)]
-            on_device = Tier.DEVICE in value.tiers
-            self.here[name] = [
-                self._bool(f"here {name}@{p}") if on_device and self._may_live(name, p) else 0 for p in range(self.num)
-            ]
-            for p in range(self.num):
-                for i in users:
-                    if name in set(self.stages[i].resident()):
-                        self.model.add(self.here[name][p] >= self.at[i][p])
-                if value.pinned:
-                    self.model.add(self.here[name][p] >= self.born[name][p] + self.left[name][p] - 1)
+            self.here[name] = [self._on_device(value, p) for p in range(self.num)]
 
     def _still_used(self, name: str, p: int) -> Literal:
         """Return whether a Value is used at a position or later."""
-        later: list[Literal] = [sum(self.at[i][p:]) for i in self.users[name]]
+        users = self.users[name]
+        last = [i for i in users if not any(self.stages[j].name in self.behind[self.stages[i].name] for j in users)]
+        later: list[Literal] = [sum(self.at[i][p:]) for i in last]
         if all(isinstance(each, int) for each in later):
             return max(later)
+        if len(later) == 1:
+            return later[0]
         left = self._bool(f"left {name}@{p}")
         for each in later:
-            self.model.add(left >= each)
+            self._add(left >= each)
         return left
+
+    def _on_device(self, value: Value, p: int) -> Literal:
+        """Return whether a Value is on the device at a position: it is where a stage has it as a resident."""
+        resident = self._now(self.residents[value.name], p)
+        if Tier.DEVICE not in value.tiers or not self._may_live(value.name, p):
+            return 0
+        if isinstance(resident, int) and resident:
+            return 1
+        here = self._bool(f"here {value.name}@{p}")
+        self._add(here >= resident)
+        if value.pinned:
+            self._add(here >= self.born[value.name][p] + self.left[value.name][p] - 1)
+        return here
+
+    def _now(self, stages: Sequence[int], p: int) -> Expression:
+        return sum(self.at[i][p] for i in stages)
 
     def _may_live(self, name: str, p: int) -> bool:
         unborn = isinstance(self.born[name][p], int) and not self.born[name][p]
@@ -219,61 +259,78 @@ class _Model:
         return not (unborn or dead)
 
     def _copies(self) -> None:
-        """A copy comes and goes; a home is up to date until the copy is changed, and has to be when that goes."""
-        self.waited_fetch: dict[str, list[Literal]] = {}
-        self.fetch: dict[str, list[Literal]] = {}
-        self.waited_store: dict[str, list[Literal]] = {}
-        self.store: dict[str, list[Literal]] = {}
-        self.clean: dict[str, list[Literal]] = {}
+        """A copy on the device comes and goes; while it is *newer* than its home, it may not go without a store.
+
+        A copy is waited for only around a stage that uses the Value, and runs alongside only the others: whatever
+        waits elsewhere may as well run alongside or later.
+        """
+        tables: list[dict[str, list[Literal]]] = [{} for _ in range(5)]
+        self.waited_fetch, self.fetch, self.waited_store, self.store, self.newer = tables
         for value in self.values:
             name, can_leave = value.name, bool(self._tiers[value.name]) and Tier.DEVICE in value.tiers
-            rows = [self.waited_fetch, self.fetch, self.waited_store, self.store]
-            lives = [self._may_live(name, p) for p in range(self.num)]
-            for kind, row in enumerate(rows):
-                row[name] = [
-                    self._bool(f"copy{kind} {name}@{p}") if can_leave and lives[p] else 0 for p in range(self.num)
-                ]
-            self.clean[name] = [self._bool(f"clean {name}@{p}") if lives[p] else 1 for p in range(self.num)]
+            for table in tables:
+                table[name] = [0] * self.num
             for p in range(self.num):
-                if self._may_live(name, p):
-                    self._copies_at(value, p)
+                if can_leave and self._may_live(name, p):
+                    self._copies_at(name, p)
 
-    def _copies_at(self, value: Value, p: int) -> None:
-        name, add = value.name, self.model.add
-        here, clean = self.here[name], self.clean[name]
-        users = self.users[name]
-        busy = sum(self.at[i][p] for i in users)
-        changed = sum(self.at[i][p] for i in users if name in set(self.stages[i].changes()))
-        before, clean_before = (here[p - 1], clean[p - 1]) if p else (0, 0)
-        born_before = self.born[name][p - 1] if p else 0
-        come = self.waited_fetch[name][p] + self.fetch[name][p]
-        add(come >= here[p] - before - (1 - born_before))
-        add(self.fetch[name][p] <= 1 - busy)
-        add(self.fetch[name][p] <= here[p])
-        add(self.fetch[name][p] <= 1 - before)
-        add(self.store[name][p] <= 1 - busy)
-        add(self.store[name][p] <= here[p])
-        add(self.waited_store[name][p] <= here[p])
-        stored = self.waited_store[name][p] + self.store[name][p]
-        add(clean[p] <= clean_before + stored + (1 - here[p]))
-        add(clean[p] <= self.waited_store[name][p] + (1 - changed) + (1 - here[p]))
-        if p:  # what goes has a home that is up to date, if it is needed again
-            add(clean[p - 1] >= before - here[p] + self.left[name][p] - 1)
+    def _copies_at(self, name: str, p: int) -> None:
+        here, left, busy = self.here[name][p], self.left[name][p], self._now(self.users[name], p)
+        self._copy_variables(name, p, busy)
+        fetch, store, waited = self.fetch[name][p], self.store[name][p], self.waited_store[name][p]
+        newer = self.newer[name][p] = self._bool(f"newer {name}@{p}")
+        before, newer_before = (self.here[name][p - 1], self.newer[name][p - 1]) if p else (0, 0)
+        born_before, busy_before = (self.born[name][p - 1], self._now(self.users[name], p - 1)) if p else (0, 0)
+        store_before = self.store[name][p - 1] if p else 0
+        self._add(self.waited_fetch[name][p] + fetch >= here - before - (1 - born_before))
+        self._add(fetch + before <= 1)
+        for copied in (fetch, store, waited, newer):
+            self._add(copied <= here)
+        resident_change = self._now([i for i in self.changers[name] if i in self.residents[name]], p)
+        change = self._now(self.changers[name], p)
+        self._add(newer >= resident_change - waited)
+        self._add(newer >= change + here - 1 - waited)
+        self._add(newer >= newer_before - store - waited - (1 - left))
+        self._add(newer_before <= here + (1 - left))
+        if p + 1 < self.num and self._may_live(name, p + 1):  # what is fetched alongside is for the stage behind
+            self._add(self.here[name][p + 1] >= fetch)
+        self._add(before - here <= busy_before + store_before + (1 - left))  # what is of no use goes at once
+
+    def _copy_variables(self, name: str, p: int, busy: Expression) -> None:
+        idle = not isinstance(busy, int)
+        if idle or busy:
+            for kind, table in (("waited fetch", self.waited_fetch), ("waited store", self.waited_store)):
+                table[name][p] = self._bool(f"{kind} {name}@{p}")
+                self._add(table[name][p] <= busy)
+        if idle or not busy:
+            for kind, table in (("fetch", self.fetch), ("store", self.store)):
+                table[name][p] = self._bool(f"{kind} {name}@{p}")
+                self._add(table[name][p] <= 1 - busy)
 
     # Bytes
 
     def _device(self) -> None:
-        self.two = [self._bool(f"two buffers@{p}") for p in range(self.num)]
-        self.away: dict[tuple[int, str, int], Literal] = {}  # a stage uses a Value that is not on the device
+        self.two: list[Literal] = [0] * self.num
+        self.away: dict[tuple[int, str, int], Expression] = {}  # a stage streams a Value that is not on the device
         for i, p in self._whereabouts():
-            for name in {n for stream in self.stages[i].streams for n in stream.values}:
-                away = self._bool(f"away {i} {name}@{p}")
-                self.model.add(away >= self.at[i][p] - self.here[name][p])
-                self.away[i, name, p] = away
+            names = {name for stream in self.stages[i].streams for name in stream.values}
+            if names and isinstance(self.two[p], int) and self.profile.overlap:
+                self.two[p] = self._bool(f"two buffers@{p}")
+            for name in names:
+                self.away[i, name, p] = self._both(f"away {i} {name}@{p}", self.at[i][p], 1 - self.here[name][p])
         for p in range(self.num):
             held = sum(value.nbytes * self.here[value.name][p] for value in self.values)
             work = sum(stage.workspace_bytes * self.at[i][p] for i, stage in enumerate(self.stages))
-            self.model.add(held + work + self._buffers(p) <= self.budget.device_bytes)
+            self._add(held + work + self._buffers(p) <= self.budget.device_bytes)
+
+    def _both(self, name: str, first: Expression, second: Expression) -> Expression:
+        """Return what is at least whether both are true."""
+        for one, other in ((first, second), (second, first)):
+            if isinstance(one, int):
+                return one * other
+        both = self._bool(name)
+        self._add(both >= first + second - 1)
+        return both
 
     def _whereabouts(self) -> Iterator[tuple[int, int]]:
         for i, row in enumerate(self.at):
@@ -287,19 +344,20 @@ class _Model:
                 away = [self.away[i, name, p] for name in stream.values if (i, name, p) in self.away]
                 if not nbytes or not away:
                     continue
-                one, other = (self._bool(f"buffer {i} {number} {which}@{p}") for which in range(2))
+                one = self._bool(f"buffer {i} {number}@{p}")
                 for each in away:
-                    self.model.add(one >= each)
-                self.model.add(other >= one + self.two[p] - 1)
-                total += nbytes * (one + other)
+                    self._add(one >= each)
+                total += nbytes * (one + self._both(f"second buffer {i} {number}@{p}", one, self.two[p]))
         return total
 
     def _homes(self) -> None:
         self.on_disk: dict[str, Literal] = {}
-        self.at_home: dict[str, list[Literal]] = {}
         for value in self.values:
             tiers = self._tiers[value.name]
             self.on_disk[value.name] = self._bool(f"disk {value.name}") if len(tiers) > 1 else int(tiers == [Tier.DISK])
+        self.any_disk: Literal = 0
+        if self._roomy and not any(self.on_disk.values()):
+            return
         staging_bytes = staging_need(self.plan)
         self.any_disk = self._bool("any disk")
         load: dict[Tier, list[Expression]] = {
@@ -310,11 +368,11 @@ class _Model:
             self._home_of(value, load)
         for tier, bytes_at in load.items():
             for each in bytes_at:
-                self.model.add(each <= self.budget[tier])
+                self._add(each <= self.budget[tier])
 
     def _home_of(self, value: Value, load: dict[Tier, list[Expression]]) -> None:
         """A home is there from the first time that something is put into it until the Value dies."""
-        name, add = value.name, self.model.add
+        name, add = value.name, self._add
         home = [self._bool(f"home {name}@{p}") for p in range(self.num + 1)]
         disk = [self._bool(f"home on disk {name}@{p}") for p in range(self.num + 1)]
         for p in range(self.num + 1):
@@ -336,68 +394,120 @@ class _Model:
 
     def _time(self) -> None:
         """A stage of compute c and hidden transfers h takes c + max((1 - overlap) h, h - overlap c)."""
-        total: Expression = sum(self._ticks(self.profile.seconds(stage.cost)) for stage in self.stages)
+        self.total: Expression = PARTS * sum(self._ticks(self.profile.seconds(stage.cost)) for stage in self.stages)
         overlap = round(PARTS * self.profile.overlap)
-        total *= PARTS
-        most = 4 * TICKS
         for p in range(self.num):
             compute = sum(self._ticks(self.profile.seconds(s.cost)) * self.at[i][p] for i, s in enumerate(self.stages))
-            waited, alongside = self._copy_ticks(p)
-            streamed, most_streamed = self._stream_ticks(p)
-            total += PARTS * waited
-            hidden = alongside
-            if most_streamed:
-                alone = self.model.new_int_var(0, most_streamed, f"streamed alone@{p}")
-                self.model.add(alone >= streamed - most_streamed * self.two[p])
-                total += PARTS * alone
-                hidden += streamed - alone
-            longer = self.model.new_int_var(0, PARTS * most, f"longer@{p}")
-            self.model.add(longer >= (PARTS - overlap) * hidden)
-            self.model.add(longer >= PARTS * hidden - overlap * compute)
-            total += longer
-        self.model.minimize(total)
+            waited, hidden, most = self._copy_ticks(p)
+            for i in (i for i in range(self.num) if self._may_be_at(i, p)):
+                for name, ticks in self._stream_ticks[i].items():
+                    alone, beside = self._streamed(i, name, p, ticks)
+                    waited, hidden, most = waited + alone, hidden + beside, most + max(ticks.values())
+            self.total += PARTS * waited
+            if most:
+                longer = self.model.new_int_var(0, PARTS * most, f"longer@{p}")
+                self._add(longer >= (PARTS - overlap) * hidden)
+                self._add(longer >= PARTS * hidden - overlap * compute)
+                self.total += longer
+        self.model.minimize(self.total)
 
-    def _copy_ticks(self, p: int) -> tuple[Expression, Expression]:
+    def _may_be_at(self, i: int, p: int) -> bool:
+        return not isinstance(self.at[i][p], int) or bool(self.at[i][p])
+
+    def _copy_ticks(self, p: int) -> tuple[Expression, Expression, int]:
         waited: Expression = 0
-        alongside: Expression = 0
-        for value in self.values:
-            for rows, direction in (((self.waited_fetch, self.fetch), 0), ((self.waited_store, self.store), 1)):
-                if not isinstance(rows[0][value.name][p], int):
-                    waited += self._by_tier(value, rows[0][value.name][p], direction)
-                    alongside += self._by_tier(value, rows[1][value.name][p], direction)
-        return waited, alongside
+        hidden: Expression = 0
+        most = 0
+        for value in (value for value in self.values if self._tiers[value.name]):
+            name, trips = value.name, {tier: self._trips_s(value, tier) for tier in self._tiers[value.name]}
+            fetch, store = ({t: self._ticks(trip[way]) for t, trip in trips.items()} for way in range(2))
+            waited += self._priced(name, self.waited_fetch[name][p], fetch)
+            waited += self._priced(name, self.waited_store[name][p], store)
+            hidden += self._priced(name, self.fetch[name][p], fetch) + self._priced(name, self.store[name][p], store)
+            if not isinstance(self.fetch[name][p], int):
+                most += max(fetch.values()) + max(store.values())
+        return waited, hidden, most
 
-    def _by_tier(self, value: Value, happens: Literal, direction: int) -> Expression:
-        ticks = {tier: self._ticks(self._trips_s(value, tier)[direction]) for tier in self._tiers[value.name]}
-        return self._priced(value.name, happens, ticks)
-
-    def _priced(self, name: str, happens: Literal, ticks: dict[Tier, int]) -> Expression:
-        least = min(ticks.values())
+    def _priced(self, name: str, happens: Expression, ticks: dict[Tier, int]) -> Expression:
+        """Return what a transfer from or to a Value's home takes, if it happens."""
         if len(ticks) == 1:
-            return least * happens
-        from_disk = self._bool(f"from disk {name} {happens}")
-        self.model.add(from_disk >= happens + self.on_disk[name] - 1)
+            return happens * next(iter(ticks.values()))
+        from_disk = self._both(f"from disk {name} {happens}", happens, self.on_disk[name])
         return ticks[Tier.HOST] * happens + (ticks[Tier.DISK] - ticks[Tier.HOST]) * from_disk
 
-    def _stream_ticks(self, p: int) -> tuple[Expression, int]:
-        """Return the ticks of streams at a position, and the most that they can be."""
-        total: Expression = 0
-        most = 0
-        for i, stage in enumerate(self.stages):
-            if isinstance(self.at[i][p], int) and not self.at[i][p]:
-                continue
-            by_value: dict[str, dict[Tier, float]] = {}
+    @cached_property
+    def _stream_ticks(self) -> list[dict[str, dict[Tier, int]]]:
+        """Of every stage: what its streams take for each Value, by the tier that this lives on."""
+        found = []
+        for stage in self.stages:
+            seconds: dict[str, dict[Tier, float]] = {}
             for tier in (Tier.HOST, Tier.DISK):
-                for name, seconds in self._stream_s(stage, tier):
-                    of_value = by_value.setdefault(name, {})
-                    of_value[tier] = of_value.get(tier, 0.0) + seconds
-            mine = 0
-            for name, times in by_value.items():
-                ticks = {tier: self._ticks(times[tier]) for tier in self._tiers[name]}
-                total += self._priced(name, self.away[i, name, p], ticks)
-                mine += max(ticks.values())
-            most = max(most, mine)
-        return total, most
+                for name, each in self._stream_s(stage, tier):
+                    if tier in self._tiers[name]:
+                        of_value = seconds.setdefault(name, {})
+                        of_value[tier] = of_value.get(tier, 0.0) + each
+            found.append({n: {tier: self._ticks(s) for tier, s in by_tier.items()} for n, by_tier in seconds.items()})
+        return found
+
+    def _streamed(self, i: int, name: str, p: int, ticks: dict[Tier, int]) -> tuple[Expression, Expression]:
+        """Return the ticks of a Value in a stage's streams that the stage waits for, and those that may be hidden.
+
+        They are waited for unless streams have two buffers.
+        """
+        away = self.away[i, name, p]
+        alone = away if isinstance(self.two[p], int) else self._both(f"alone {i} {name}@{p}", away, 1 - self.two[p])
+        if not isinstance(alone, int) and alone is not away:
+            self._add(alone <= away)
+        waited = self._priced(name, alone, ticks)
+        return waited, self._priced(name, away, ticks) - waited
+
+    # A schedule that is known
+
+    def start_from(self, schedule: Schedule) -> None:
+        """Let the search begin with a schedule, and look for nothing slower."""
+        self.model.add(self.total <= math.ceil(SLACK * schedule.seconds * self.ticks_per_s * PARTS))
+        places = {stage.name: p for p, stage in enumerate(schedule.stages)}
+        for stage, row in zip(self.stages, self.at, strict=True):
+            for p, x in enumerate(row):
+                self._hint(x, places[stage.name] == p)
+        seen: dict[str, dict[str, set[int]]] = {kind: {v.name: set() for v in self.values} for kind in _TABLES}
+        self._look_at(schedule, seen)
+        for kind, by_name in seen.items():
+            for name, found in by_name.items():
+                for p, x in enumerate(getattr(self, kind)[name]):
+                    self._hint(x, p in found)
+
+    def _hint(self, variable: Expression, holds: bool) -> None:
+        if isinstance(variable, cp_model.IntVar):
+            self.model.add_hint(variable, int(holds))
+
+    def _look_at(self, schedule: Schedule, seen: dict[str, dict[str, set[int]]]) -> None:
+        """Note at which positions what the tables have is true in a schedule."""
+        here: set[str] = set()
+        changed: set[str] = set()
+        p = 0
+        for item in schedule.instructions:
+            match item:
+                case Create(value=name, tier=Tier.DEVICE) | Copy(value=name, target=Tier.DEVICE):
+                    here.add(name)
+                    if isinstance(item, Copy):
+                        seen["fetch" if item.alongside else "waited_fetch"][name].add(p)
+                case Copy(value=name):
+                    seen["store" if item.alongside else "waited_store"][name].add(p if item.alongside else p - 1)
+                    changed.discard(name)
+                    if not item.alongside:
+                        seen["newer"][name].discard(p - 1)
+                case Drop(value=name, tier=Tier.DEVICE):
+                    here.discard(name)
+                    changed.discard(name)
+                case Run():
+                    changed.update(here.intersection(schedule.stages[p].changes()))
+                    for name in here:
+                        seen["here"][name].add(p)
+                    for name in changed:
+                        seen["newer"][name].add(p)
+                    self._hint(self.two[p], item.slots == 2)
+                    p += 1
 
     # The schedule
 
