@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import torch
 
@@ -59,25 +60,30 @@ class StageClock:
 
 @dataclass(kw_only=True)
 class GradientNorm:
-    """Extra output of a run: the norm of the merged gradients, and the seconds that it took."""
+    """Extra output of a run: norm and checksum of the merged gradients, and the seconds that they took."""
 
     norm: float = math.nan
+    crc32c: int = 0
     seconds: float = 0.0
 
     def __call__(self, context: Any, path: str) -> None:
         started_s = time.perf_counter()
-        self.norm = norm_of(context.tensors(GRADIENTS).values())
+        gradients = context.tensors(GRADIENTS)
+        self.norm = norm_of(gradients.values())
+        for name in sorted(gradients):
+            self.crc32c = google_crc32c.extend(self.crc32c, gradients[name].numpy().reshape(-1).view(np.uint8))
         self.seconds = time.perf_counter() - started_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """What one step took. ``kinds_s`` are the seconds of every kind of stage; what is missing to ``seconds`` are
-    copies between stages, the journal and the loop."""
+    copies between stages, the journal and the loop. Equal ``grad_crc32c`` are equal bits."""
 
     seconds: float
     kinds_s: Mapping[str, float]
     grad_norm: float
+    grad_crc32c: int
     outcome: Outcome
 
     def peak_bytes(self, tier: Tier) -> int:
@@ -110,15 +116,21 @@ def fixed_bytes(planned: Forecast) -> int:
     return sum(planned.plan.values[name].nbytes for name in (names.WEIGHTS, GRADIENTS))
 
 
-def run_step(planned: Forecast) -> Step:
-    """Execute a planned step in a temporary run directory."""
+def run_step(planned: Forecast, folder: Path | None = None) -> Step:
+    """Execute a planned step in a temporary run directory, which is made in ``folder`` if one is given."""
     clock, norm = StageClock(), GradientNorm()
     taps = planned.plan.taps
     taps["norm"] = Tap(after=taps["gradients"].after, run=norm)
-    with tempfile.TemporaryDirectory(prefix="longstraw-bench-") as folder:
-        run = Path(folder) / "run"
-        outcome = execute(planned, run, wanted={"norm": str(Path(folder) / "norm")}, observers=[clock])
-    return Step(seconds=clock.seconds - norm.seconds, kinds_s=clock.kinds_s, grad_norm=norm.norm, outcome=outcome)
+    with tempfile.TemporaryDirectory(prefix="longstraw-bench-", dir=folder) as inside:
+        run = Path(inside) / "run"
+        outcome = execute(planned, run, wanted={"norm": str(Path(inside) / "norm")}, observers=[clock])
+    return Step(
+        seconds=clock.seconds - norm.seconds,
+        kinds_s=clock.kinds_s,
+        grad_norm=norm.norm,
+        grad_crc32c=norm.crc32c,
+        outcome=outcome,
+    )
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> float:
