@@ -1,23 +1,30 @@
 """What an array of the store is, and its zarr v3 metadata on disk.
 
-zarr-python writes and reads the metadata; the chunks are ours (`engine.chunkfile`). Chunk files lie side by side in
-the array's folder (``c.3.0.0``): with zarr's other separator, every chunk of an array of five axes would bring four
-folders of its own.
+zarr-python says what the metadata of an array is, once for every dtype and number of axes, and reads it; shape, chunks
+and attributes are filled in here, since a run declares thousands of arrays and zarr-python takes milliseconds for each.
+The chunks are ours (`engine.chunkfile`). Chunk files lie side by side in the array's folder (``c.3.0.0``): with zarr's
+other separator, every chunk of an array of five axes would bring four folders of its own.
+
+A folder is an array or a group from the moment that it has metadata. A process that is killed can leave one without,
+or with an empty file, and that is neither.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import zarr
+from zarr.storage import MemoryStore
 
 from engine.errors import RunDirectoryError, UsageError
 from engine.run import PARTIAL_SUFFIX
@@ -102,21 +109,58 @@ def is_chunk(name: str) -> bool:
     return re.fullmatch(r"c(\.\d+)*", name) is not None
 
 
-def create_array(root: Path, spec: ArraySpec) -> None:
-    """Write the metadata of an array, and of the groups that its name makes."""
+def array_metadata(spec: ArraySpec) -> dict[str, Any]:
+    """Return the metadata of an array."""
+    metadata: dict[str, Any] = json.loads(_array_template(spec.dtype, len(spec.shape)))
+    metadata["shape"] = spec.shape
+    metadata["chunk_grid"]["configuration"]["chunk_shape"] = spec.chunk_shape
+    metadata["attributes"] = dict(spec.attributes)
+    return metadata
+
+
+def group_metadata(attributes: Mapping[str, object]) -> dict[str, Any]:
+    """Return the metadata of a group."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
+
+
+def create_node(folder: Path, metadata: Mapping[str, Any]) -> None:
+    """Make the folder of an array or a group; the one that it lies in must be there. After an error it is not."""
+    os.mkdir(folder)
+    try:
+        write_metadata(folder, metadata)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{folder}/{METADATA}")
+        os.rmdir(folder)
+        raise
+
+
+def write_metadata(folder: Path, metadata: Mapping[str, Any]) -> None:
+    """Make a folder an array or a group."""
+    data = json.dumps(metadata).encode()
+    fd = os.open(f"{folder}/{METADATA}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        os.write(fd, data)  # at once, so that a kill leaves all of it or an empty file
+    finally:
+        os.close(fd)
+
+
+@cache
+def _array_template(dtype: str, num_axes: int) -> str:
+    """Return the metadata that zarr-python writes for an array of that dtype and as many axes, as JSON."""
+    files: dict[str, Any] = {}
     with zarr.config.set({"async.concurrency": ASYNC_CONCURRENCY}):
         zarr.create_array(
-            store=root,
-            name=spec.name,
-            shape=spec.shape,
-            dtype=spec.dtype,
-            chunks=spec.chunk_shape,
+            store=MemoryStore(files),
+            shape=(1,) * num_axes,
+            dtype=dtype,
+            chunks=(1,) * num_axes,
             compressors=None,
             fill_value=0,
-            attributes=cast(dict[str, Any], dict(spec.attributes)),
             chunk_key_encoding={"name": "default", "separator": _SEPARATOR},
             config={"write_empty_chunks": True},
         )
+    return str(files[METADATA].to_bytes().decode())
 
 
 def read_spec(root: Path, name: str) -> ArraySpec:

@@ -1,7 +1,8 @@
 """One chunk, one file, read only against its checksum.
 
-A new chunk's space is reserved before its first byte. A chunk that is replaced is overwritten where it lies: that
-takes no room, and no second file that would have to be renamed. So a process that is killed can leave half a chunk,
+A new chunk's space is reserved before its first byte, unless one write brings all of it and says as much itself. A
+chunk that is replaced is overwritten where it lies: that takes no room, and no second file that would have to be
+renamed. So a process that is killed can leave half a chunk,
 new or replaced; it never passes for a whole one, since its checksum is not the one in the journal. An error while
 writing removes the file. A full disk is told with the bytes that were needed and free.
 
@@ -46,7 +47,7 @@ def as_bytes(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def write_file(root: Path, key: str, array: Array, *, sync: bool, replace: bool) -> int:
+def write_file(root: Path, key: str, array: Array, *, replace: bool) -> int:
     """Put ``array`` at ``root / key`` and return its CRC32C; after an error there is no such file.
 
     Raises:
@@ -58,10 +59,9 @@ def write_file(root: Path, key: str, array: Array, *, sync: bool, replace: bool)
         fd = _open_to_write(path, os.O_WRONLY | os.O_CREAT | (0 if replace else os.O_EXCL))
         try:
             try:
-                _reserve(fd, array.nbytes)
+                if not replace and array.nbytes > BLOCK_BYTES:
+                    _reserve(fd, array.nbytes)
                 crc = _write_blocks(fd, array.reshape(-1).view(np.uint8))
-                if sync:
-                    os.fsync(fd)
             finally:
                 os.close(fd)
         except BaseException:
@@ -80,7 +80,7 @@ def _open_to_write(path: str, flags: int) -> int:
 
 def _reserve(fd: int, nbytes: int) -> None:
     """Have the disk say now, and not after half the chunk, whether there is room."""
-    if nbytes and hasattr(os, "posix_fallocate"):
+    if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
@@ -98,6 +98,15 @@ def _write_blocks(fd: int, data: Array) -> int:
             rest = rest[os.write(fd, rest) :]
         crc = google_crc32c.extend(crc, block)
     return crc
+
+
+def sync_file(path: str) -> None:
+    """Make durable what a file holds."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def read_file(path: str, array: Array, crc: int) -> str | None:

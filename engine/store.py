@@ -1,6 +1,6 @@
 """Tensors of a run on disk: zarr v3 arrays that any zarr reader opens.
 
-zarr-python writes the metadata (`engine.arrays`). The chunk files are written and read by `engine.chunkfile`, in
+The metadata is zarr-python's (`engine.arrays`). The chunk files are written and read by `engine.chunkfile`, in
 zarr's own layout and without codecs: that is several times faster than through zarr-python and needs no second copy
 of a chunk. One chunk is one file.
 A dtype that zarr lacks is stored as one it has, with an attribute that says so (bfloat16 as uint16 with
@@ -13,45 +13,48 @@ Invariants:
 - A chunk is read only against the CRC32C that was returned when it was written. A missing chunk is an error: zarr
   itself would read it as zeros.
 - A chunk is written once; replacing one must be asked for.
+- What was written is safe from a killed process, and from a power cut once ``sync`` has returned. Most of what a run
+  writes can be made again, and is not synced.
 - ``nbytes`` counts chunk files, with those being written, by adding up and not by walking the tree. Metadata is not
   counted.
 
 Chunks at the edge of a shape that chunks don't divide are stored padded with zeros, as zarr has it; they alone take
 a scratch buffer of one chunk.
 
-Life cycle: ``create``; ``declare`` an array, write and read its chunks, ``remove`` it. The journal keeps what
-``checksums`` says. After a crash ``open`` is told the checksums that were committed and deletes every other chunk.
-Threads may write and read different chunks at once. One process per store.
+Life cycle: ``create``; ``declare`` an array, write and read its chunks, ``sync`` it where that is asked for, ``remove``
+it. The journal keeps what ``checksums`` says. After a crash ``open`` is told the checksums that were committed and
+deletes every other chunk. Threads may write and read different chunks at once. One process per store.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-import zarr
 
 from engine.arrays import (
-    ASYNC_CONCURRENCY,
     METADATA,
     ArraySpec,
     Index,
+    array_metadata,
     check_spec,
-    create_array,
+    create_node,
     find_arrays,
+    group_metadata,
     is_chunk,
     node_type,
     read_metadata,
     read_spec,
+    write_metadata,
 )
-from engine.chunkfile import Array, full_disk_explained, read_file, verify_chunks, write_file
+from engine.chunkfile import Array, full_disk_explained, read_file, sync_file, verify_chunks, write_file
 from engine.errors import RunDirectoryError, UsageError
-from engine.run import PARTIAL_SUFFIX, partial_path, sync_directory
+from engine.run import PARTIAL_SUFFIX, sync_directory
 from engine.units import KIB
 
 _MARK = {"longstraw_store": 1}
@@ -67,8 +70,8 @@ class Store:
         self._root = root
         self._specs: dict[str, ArraySpec] = {}
         self._checksums: dict[str, dict[str, int]] = {}
-        self._synced: set[Path] = set()
-        self._unsynced: set[Path] = set()
+        self._groups: set[str] = set()  # that are there for sure
+        self._synced: set[Path] = set()  # folders whose metadata and own name are durable
         self._nbytes = 0
         self._peak_bytes = 0
         self._lock = threading.Lock()
@@ -85,8 +88,7 @@ class Store:
             raise UsageError(f"can't create a store at {root}: it exists and is not an empty directory")
         with full_disk_explained(root, _METADATA_BYTES, "the metadata of the store"):
             root.mkdir(parents=True, exist_ok=True)
-            with zarr.config.set({"async.concurrency": ASYNC_CONCURRENCY}):
-                zarr.create_group(store=root, attributes=dict(_MARK))
+            write_metadata(root, group_metadata(_MARK))
         return cls(root)
 
     @classmethod
@@ -169,21 +171,17 @@ class Store:
         check_spec(spec)
         with self._lock:
             self._check_name_is_free(name)
-            try:
-                with full_disk_explained(self._root, _METADATA_BYTES, f"the metadata of array {name!r}"):
-                    create_array(self._root, spec)
-            except BaseException:
-                shutil.rmtree(self._root / name, ignore_errors=True)
-                raise
+            with full_disk_explained(self._root, _METADATA_BYTES, f"the metadata of array {name!r}"):
+                self._make_groups(name)
+                create_node(self._root / name, array_metadata(spec))
             self._specs[name] = spec
             self._checksums[name] = {}
         return spec
 
-    def write_chunk(self, name: str, index: Index, array: Array, *, sync: bool = False, replace: bool = False) -> int:
+    def write_chunk(self, name: str, index: Index, array: Array, *, replace: bool = False) -> int:
         """Write ``array`` as chunk ``index`` of ``name`` and return the CRC32C of the file.
 
-        With ``sync``, its bytes are on disk when this returns; ``sync_names`` makes sure that they will be found. With
-        ``replace``, a chunk that is there already is overwritten where it lies. A crash before the new checksum is
+        With ``replace``, a chunk that is there already is overwritten where it lies. A crash before the new checksum is
         committed leaves a chunk that the journal calls damaged: replace only what can be made again.
 
         Raises:
@@ -199,7 +197,7 @@ class Store:
         if not known:
             self._add_bytes(spec.chunk_bytes)
         try:
-            crc = write_file(self._root, key, data, sync=sync, replace=known)
+            crc = write_file(self._root, key, data, replace=known)
         except BaseException:
             with self._lock:
                 self._checksums[name].pop(key, None)
@@ -207,19 +205,17 @@ class Store:
             raise
         with self._lock:
             self._checksums[name][key] = crc
-            if sync:
-                self._unsynced.add(self._root / name)
         return crc
 
-    def sync_names(self) -> None:
-        """Make durable the names of the chunks that were written with ``sync``, with all that leads to them.
+    def sync(self, name: str) -> None:
+        """Make array ``name`` durable as it is now: its chunks, its metadata and every name that leads to them.
 
-        Once for many chunks, before their checksums are committed: a directory costs as much to sync as a small file.
+        Raises:
+            UsageError: there is no such array.
         """
-        with self._lock:
-            folders, self._unsynced = self._unsynced, set()
-        for folder in sorted(folders):
-            self._sync_folder(folder)
+        for key in self.checksums(name):
+            sync_file(f"{self._root}/{key}")
+        self._sync_names(self._root / name)
 
     def read_chunk(self, name: str, index: Index, out: Array) -> None:
         """Fill ``out`` with chunk ``index`` of ``name`` and check it. After an error ``out`` holds garbage.
@@ -265,27 +261,36 @@ class Store:
             UsageError: there is no such array.
         """
         spec = self.spec(name)
+        path = self._root / name
         with self._lock:
-            num_chunks = len(self._checksums.pop(name))
+            chunks = self._checksums.pop(name)
             del self._specs[name]
-            path = self._root / name
             self._synced.discard(path)
-            self._unsynced.discard(path)
-            gone = partial_path(path)  # renamed first: a crash must not leave half an array
-            os.rename(path, gone)
-        shutil.rmtree(gone)
-        self._add_bytes(-spec.chunk_bytes * num_chunks)
+        os.unlink(path / METADATA)  # first: without it, what a crash leaves is no array
+        for key in chunks:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self._root}/{key}")
+        shutil.rmtree(path)
+        self._add_bytes(-spec.chunk_bytes * len(chunks))
 
     def verify(self, checksums: Mapping[str, int]) -> list[str]:
         """Return one sentence for each chunk of ``checksums`` that is missing or damaged; see ``verify_chunks``."""
         return verify_chunks(self._root, checksums)
 
     def _check_name_is_free(self, name: str) -> None:
-        for other in self._specs:
-            if name == other or name.startswith(f"{other}/"):
+        for other in (*_outer_names(name), name):
+            if other in self._specs:
                 raise UsageError(f"can't declare array {name!r}: {other!r} is an array")
         if (self._root / name).exists():
             raise UsageError(f"can't declare array {name!r}: there is a group of that name")
+
+    def _make_groups(self, name: str) -> None:
+        """Make the groups that an array lies in, from the outermost inwards."""
+        for group in _outer_names(name):
+            if group not in self._groups:
+                with contextlib.suppress(FileExistsError):
+                    create_node(self._root / group, group_metadata({}))
+                self._groups.add(group)
 
     def _adopt_chunks(self, name: str, checksums: Mapping[str, int]) -> None:
         """Count the chunks of ``name`` that are on disk and committed, and delete the others."""
@@ -302,18 +307,23 @@ class Store:
             self._nbytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._nbytes)
 
-    def _sync_folder(self, array: Path) -> None:
-        """Make the names in an array's folder durable, and the first time also all that leads to it, metadata too."""
-        sync_directory(array)
-        if array in self._synced:
-            return
-        for folder in itertools.takewhile(lambda p: p != self._root.parent, (array, *array.parents)):
-            if (folder / METADATA).exists():
-                with open(folder / METADATA, "rb") as file:
-                    os.fsync(file.fileno())
-            if folder != array:
-                sync_directory(folder)
-        self._synced.add(array)
+    def _sync_names(self, array: Path) -> None:
+        """Make the names in an array's folder durable, with all that leads to it and is not durable yet."""
+        new = []
+        for folder in (array, *array.parents):
+            if folder != self._root.parent and folder not in self._synced:
+                sync_file(f"{folder}/{METADATA}")
+                new.append(folder)
+            sync_directory(folder)
+            if folder not in new:
+                break
+        self._synced.update(new)
+
+
+def _outer_names(name: str) -> Iterator[str]:
+    """Yield the names of the groups that an array of this name lies in, the outermost first."""
+    parts = name.split("/")[:-1]
+    return ("/".join(parts[: end + 1]) for end in range(len(parts)))
 
 
 def _check_buffer(spec: ArraySpec, index: Index, array: Array) -> Array:

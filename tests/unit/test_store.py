@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import shutil
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import google_crc32c
 import numpy as np
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from engine.arrays import DTYPES, ArraySpec
-from engine.chunkfile import StoreFullError, verify_chunks
+from engine.chunkfile import BLOCK_BYTES, StoreFullError, verify_chunks
 from engine.errors import RunDirectoryError, StageFailedError, UsageError
 from engine.store import Store
 
@@ -59,6 +60,13 @@ def write_all(store: Store, spec: ArraySpec, array: Array) -> None:
 def read_with_tensorstore(path: Path) -> Array:
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}
     return np.asarray(tensorstore.open(spec, read=True).result().read().result())
+
+
+def declare_large(store: Store) -> Array:
+    """Declare an array ``large`` and return a chunk of it, which takes more than one write."""
+    chunk = np.ones(BLOCK_BYTES + 16, np.uint8)
+    store.declare("large", shape=(2 * chunk.size,), dtype="uint8", chunk_shape=chunk.shape)
+    return chunk
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, function: str, code: int = errno.ENOSPC) -> None:
@@ -249,13 +257,15 @@ def test_a_chunk_is_written_once_unless_replacing_is_asked_for(store: Store) -> 
 
 def test_a_removed_name_can_be_declared_again_with_another_shape(store: Store) -> None:
     declare_line(store)
-    store.write_chunk("layers/0/k", (0,), line(1), sync=True)
+    store.write_chunk("layers/0/k", (0,), line(1))
+    store.sync("layers/0/k")
     store.remove("layers/0/k")
     with pytest.raises(UsageError, match="no array 'layers/0/k'"):
         store.spec("layers/0/k")
     store.declare("layers/0/k", shape=(2, 2), dtype="int8", chunk_shape=(2, 2))
-    store.write_chunk("layers/0/k", (0, 0), np.ones((2, 2), np.int8), sync=True)
+    store.write_chunk("layers/0/k", (0, 0), np.ones((2, 2), np.int8))
     assert store.nbytes == 4
+    store.sync("layers/0/k")
 
 
 def test_a_removed_chunk_is_gone_and_removing_it_again_is_an_error(store: Store) -> None:
@@ -274,36 +284,65 @@ def test_a_removed_chunk_is_gone_and_removing_it_again_is_an_error(store: Store)
 def test_a_full_disk_says_what_was_needed_and_leaves_nothing_behind(
     store: Store, monkeypatch: pytest.MonkeyPatch, function: str, code: int
 ) -> None:
-    declare_line(store)
+    chunk = declare_large(store)
     before = files(store.root)
     fill_disk(monkeypatch, function, code)
     with pytest.raises(StoreFullError) as caught:
-        store.write_chunk("layers/0/k", (0,), line(1))
+        store.write_chunk("large", (0,), chunk)
     monkeypatch.undo()
     assert isinstance(caught.value, StageFailedError)
-    assert caught.value.needed_bytes == 16
+    assert caught.value.needed_bytes == chunk.nbytes
     assert caught.value.free_bytes > 0
-    assert "no room for chunk layers/0/k/c.0: it needs 16 bytes (16 B)" in str(caught.value)
+    assert "no room for chunk large/c.0: it needs 1048592 bytes (1.00 MiB)" in str(caught.value)
     assert f"the disk of {store.root} has {caught.value.free_bytes} free" in str(caught.value)
     assert files(store.root) == before
-    assert (store.nbytes, store.has_chunk("layers/0/k", (0,))) == (0, False)
-    store.write_chunk("layers/0/k", (0,), line(1))
+    assert (store.nbytes, store.has_chunk("large", (0,))) == (0, False)
+    store.write_chunk("large", (0,), chunk)
+
+
+def test_space_is_reserved_before_the_first_byte_of_a_chunk_that_takes_several_writes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = declare_large(store)
+    written: list[int] = []
+    fill_disk(monkeypatch, "posix_fallocate")
+    monkeypatch.setattr(os, "write", lambda fd, data: written.append(len(data)))
+    with pytest.raises(StoreFullError):
+        store.write_chunk("large", (0,), chunk)
+    assert written == []
+
+
+def test_a_disk_that_fills_in_the_middle_of_a_write_leaves_nothing_behind(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare_line(store)
+    real_write = os.write
+
+    def write(fd: int, data: memoryview) -> int:
+        if len(data) <= 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_write(fd, data[:8])
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(StoreFullError, match="it needs 16 bytes"):
+        store.write_chunk("layers/0/k", (0,), line(1))
+    assert (store.nbytes, chunk_files(store.root)) == (0, [])
 
 
 def test_replacing_needs_no_room(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    declare_line(store)
-    store.write_chunk("layers/0/k", (0,), line(1))
-    inode = (store.root / "layers/0/k/c.0").stat().st_ino
-    store.write_chunk("layers/0/k", (0,), line(2), replace=True)
-    assert (store.root / "layers/0/k/c.0").stat().st_ino == inode
-    assert chunk_files(store.root) == [store.root / "layers/0/k/c.0"]
+    chunk = declare_large(store)
+    store.write_chunk("large", (0,), chunk)
+    inode = (store.root / "large/c.0").stat().st_ino
+    fill_disk(monkeypatch, "posix_fallocate")
+    store.write_chunk("large", (0,), 2 * chunk, replace=True)
+    assert (store.root / "large/c.0").stat().st_ino == inode
+    assert chunk_files(store.root) == [store.root / "large/c.0"]
 
 
-@pytest.mark.parametrize("function", ["posix_fallocate", "write"])
-def test_a_replacement_that_fails_leaves_no_chunk(store: Store, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+def test_a_replacement_that_fails_leaves_no_chunk(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     declare_line(store)
     store.write_chunk("layers/0/k", (0,), line(1))
-    fill_disk(monkeypatch, function)
+    fill_disk(monkeypatch, "write")
     with pytest.raises(StoreFullError):
         store.write_chunk("layers/0/k", (0,), line(2), replace=True)
     assert (store.nbytes, store.has_chunk("layers/0/k", (0,)), chunk_files(store.root)) == (0, False, [])
@@ -324,17 +363,44 @@ def test_a_replacement_that_was_cut_short_by_a_kill_never_passes_for_a_chunk(sto
         again.read_chunk("layers/0/k", (0,), line(0))
 
 
-def test_a_full_disk_while_declaring_leaves_no_array(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        (store.root / "k").mkdir()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(zarr, "create_array", fail)
-    with pytest.raises(StoreFullError, match="no room for the metadata of array 'k'"):
-        declare_line(store, "k")
-    monkeypatch.undo()
-    assert not (store.root / "k").exists()
+@pytest.mark.parametrize("function", ["write", "open", "mkdir"])
+def test_a_full_disk_while_declaring_leaves_no_array(
+    store: Store, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    declare_line(store, "other/k")
+    before = sorted(store.root.rglob("*"))
+    for name in ("k", "group/k", "other/v"):
+        fill_disk(monkeypatch, function)
+        with pytest.raises(StoreFullError, match=f"no room for the metadata of array '{name}'"):
+            declare_line(store, name)
+        monkeypatch.undo()
+        assert sorted(store.root.rglob("*")) == before
     declare_line(store, "k")
+    declare_line(store, "group/k")
+    assert store.names == ("other/k", "k", "group/k")
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("num_axes", [0, 1, 3])
+def test_an_array_has_the_metadata_that_zarr_itself_writes(store: Store, dtype: str, num_axes: int) -> None:
+    shape, chunk_shape = (5, 1, 7)[:num_axes], (2, 1, 7)[:num_axes]
+    attributes = {"torch_dtype": "bfloat16", "layer": [3]}
+    store.declare("a/ours", shape=shape, dtype=dtype, chunk_shape=chunk_shape, attributes=attributes)
+    zarr.create_array(
+        store=store.root,
+        name="zarrs",
+        shape=shape,
+        dtype=dtype,
+        chunks=chunk_shape,
+        compressors=None,
+        fill_value=0,
+        attributes=cast(dict[str, Any], attributes),
+        chunk_key_encoding={"name": "default", "separator": "."},
+    )
+    zarr.create_group(store=store.root, path="b")
+    for ours, theirs in (("a/ours", "zarrs"), ("a", "b")):
+        found, expected = (json.loads((store.root / name / "zarr.json").read_text()) for name in (ours, theirs))
+        assert found == expected
 
 
 def test_another_error_of_the_disk_is_passed_on_and_leaves_nothing_behind(
@@ -363,36 +429,113 @@ def test_an_interrupt_while_writing_leaves_nothing_behind(store: Store, monkeypa
 def test_a_file_system_that_cannot_reserve_space_is_written_all_the_same(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    declare_line(store)
+    chunk = declare_large(store)
     fill_disk(monkeypatch, "posix_fallocate", errno.EOPNOTSUPP)
-    store.write_chunk("layers/0/k", (0,), line(1))
-    assert store.verify(store.checksums("layers/0/k")) == []
+    store.write_chunk("large", (0,), chunk)
+    assert store.verify(store.checksums("large")) == []
 
 
-def test_a_synced_chunk_syncs_its_file_and_every_name_that_leads_to_it(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[str] = []
+@pytest.fixture
+def synced(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is synced from now on, beside the store."""
+    names: list[str] = []
     real_fsync = os.fsync
 
     def fsync(fd: int) -> None:
-        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), store.root))
+        names.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), store.root))
         real_fsync(fd)
 
-    declare_line(store, "a/k")
     monkeypatch.setattr(os, "fsync", fsync)
+    return names
+
+
+def test_nothing_is_synced_that_was_not_asked_for(store: Store, synced: list[str]) -> None:
+    declare_line(store, "a/k")
     store.write_chunk("a/k", (0,), line(1))
+    store.write_chunk("a/k", (0,), line(2), replace=True)
+    store.remove("a/k")
     assert synced == []
-    store.write_chunk("a/k", (1,), line(1), sync=True)
-    assert synced == ["a/k/c.1"]
-    store.sync_names()
-    assert set(synced[1:]) == {"a/k", "a/k/zarr.json", "a", "a/zarr.json", ".", "zarr.json"}
+
+
+def test_a_synced_array_is_durable_with_every_name_that_leads_to_it(store: Store, synced: list[str]) -> None:
+    declare_line(store, "a/k")
+    declare_line(store, "a/v")
+    for name in ("a/k", "a/v"):
+        store.write_chunk(name, (1,), line(1))
+    store.sync("a/k")
+    assert synced == ["a/k/c.1", "a/k/zarr.json", "a/k", "a/zarr.json", "a", "zarr.json", ".", ".."]
+
+
+def test_syncing_again_syncs_chunks_and_only_the_names_that_are_new(store: Store, synced: list[str]) -> None:
+    declare_line(store, "a/k")
+    store.write_chunk("a/k", (1,), line(1))
+    store.sync("a/k")
     synced.clear()
-    for index in (0, 2):
-        store.write_chunk("a/k", (index,), line(2), sync=True, replace=True)
-    store.sync_names()
-    store.sync_names()
-    assert synced == ["a/k/c.0", "a/k/c.2", "a/k"]
+    store.write_chunk("a/k", (0,), line(2))
+    store.sync("a/k")
+    assert sorted(synced[:2]) == ["a/k/c.0", "a/k/c.1"]
+    assert synced[2:] == ["a/k"]
+    synced.clear()
+    declare_line(store, "a/v")
+    store.sync("a/v")
+    assert synced == ["a/v/zarr.json", "a/v", "a"]
+    synced.clear()
+    declare_line(store, "b/k")
+    store.sync("b/k")
+    assert synced == ["b/k/zarr.json", "b/k", "b/zarr.json", "b", "."]
+    synced.clear()
+    store.remove("a/v")
+    declare_line(store, "a/v")
+    store.sync("a/v")
+    assert synced == ["a/v/zarr.json", "a/v", "a"]
+
+
+def test_a_sync_that_fails_is_done_again_with_all_that_leads_there(store: Store, synced: list[str]) -> None:
+    declare_line(store, "a/k")
+    working = os.fsync
+
+    def failing(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/a"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        working(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            store.sync("a/k")
+    synced.clear()
+    store.sync("a/k")
+    assert synced == ["a/k/zarr.json", "a/k", "a/zarr.json", "a", "zarr.json", ".", ".."]
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+def test_a_removal_that_was_cut_short_by_a_kill_leaves_an_array_or_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    declare_line(store)
+    for index in range(2):
+        store.write_chunk("layers/0/k", (index,), line(index))
+    committed = store.checksums("layers/0/k")
+    steps = iter(range(num_steps))
+    real_unlink = os.unlink
+
+    def unlink(path: str | Path) -> None:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        real_unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
+        patch.setattr(shutil, "rmtree", unlink)
+        with pytest.raises(KeyboardInterrupt):
+            store.remove("layers/0/k")
+    again = Store.open(store.root, committed)
+    if num_steps:
+        assert again.names == ()
+        assert files(store.root) == ["layers/0/zarr.json", "layers/zarr.json", "zarr.json"]
+        declare_line(again)
+    else:
+        assert again.nbytes == 32
 
 
 def test_opening_again_keeps_the_committed_chunks_and_deletes_everything_else(store: Store) -> None:
