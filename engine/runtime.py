@@ -137,7 +137,10 @@ def _what_to_declare(stage: Stage, over_bytes: int, tier: Tier) -> str:
 
 @dataclass(kw_only=True)
 class _Journaled:
-    """Observer that writes an intent before and a commit after each stage."""
+    """Observer that writes an intent before and a commit after each stage.
+
+    What a durable stage put on the disk is made durable before its commit is, which says that it is there.
+    """
 
     journal: Journal
     machine: TorchMachine
@@ -150,7 +153,8 @@ class _Journaled:
         self.journal.append(StageIntent(stage=stage.name, key=self.keys[stage.name]))
 
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
-        for name, checksums in self.machine.take_written().items():
+        written = self.machine.take_written()
+        for name, checksums in written.items():
             items = list(checksums.items())
             for start in range(0, len(items), CHECKSUMS_A_RECORD):
                 part = dict(items[start : start + CHECKSUMS_A_RECORD])
@@ -162,6 +166,8 @@ class _Journaled:
             measured_peak_bytes=self.checked.last_peak,
             wall_s=time.monotonic() - self.started,
         )
+        if stage.durable:
+            self.machine.sync(written)
         self.journal.append(record, sync=stage.durable)
 
 

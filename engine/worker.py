@@ -12,7 +12,7 @@ array; its checksum is kept by the store.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -189,6 +189,12 @@ class TorchMachine:
         """Return the checksums of the chunks written to disk since the last call, by Value."""
         written, self.written = self.written, {}
         return written
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Make Values that are on the disk durable there."""
+        for name in names:
+            for key in self.plan.values[name].tensors:
+                self.disk().sync(f"{name}/{key}")
 
     def disk(self) -> Store:
         """Return the disk tier."""

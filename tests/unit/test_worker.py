@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
@@ -370,3 +371,38 @@ def test_a_run_that_uses_the_disk_measures_what_it_planned(tmp_path: Path) -> No
     outcome = run(plan, tmp_path / "run", budget)
     assert outcome.measured_peak_bytes == {"device": 400, "host": 40, "disk": 400}
     assert outcome.results == {"last": 3.0}
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_what_a_durable_stage_puts_on_the_disk_is_durable_before_its_commit_is(
+    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(name="disk")
+    for name in ("a", "b"):
+        plan.value(Value(name=name, tensors={"t": PAGES}, kind=ValueKind.ORDERED, tiers=(Tier.DISK,)))
+
+    def work(context: StageContext) -> None:
+        (stream,) = context.stage.streams
+        context.write_rows(stream.values[0], 1, 0, rows(1, 4))
+
+    for name in ("a", "b"):
+        stream = Stream(values=(name,), updates=True, buffered=False)
+        last = durable and name == "b"
+        plan.add(Stage(name=name, kind="work", run=work, streams=(stream,), durable=last, workspace_bytes=1024))
+    synced: list[str] = []
+    real_fsync, real_fdatasync = os.fsync, os.fdatasync
+
+    def note(sync: Callable[[int], None]) -> Callable[[int], None]:
+        def noted(fd: int) -> None:
+            synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path / "run"))
+            sync(fd)
+
+        return noted
+
+    monkeypatch.setattr(os, "fsync", note(real_fsync))
+    monkeypatch.setattr(os, "fdatasync", note(real_fdatasync))
+    run(plan, tmp_path / "run")
+    in_store = [name for name in synced if name.startswith("store/")]
+    assert [name for name in in_store if "/c." in name] == (["store/b/t/c.1.0.0.0"] if durable else [])
+    if durable:
+        assert "journal.msgpack" in synced[synced.index(in_store[-1]) :]
