@@ -16,7 +16,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK_BYTES = MIB
 # What is read or written between two updates of the checksum: small enough for the cache, and verifying needs no more
 # memory than this; large enough that the calls cost nothing (a 1 MiB block takes over 100 us).
+
+SYNCED_AT_ONCE = 16
+# Enough to keep a disk busy; a process may have a thousand files open.
 
 
 class StoreFullError(StageFailedError):
@@ -100,13 +103,23 @@ def _write_blocks(fd: int, data: Array) -> int:
     return crc
 
 
-def sync_file(path: str) -> None:
-    """Make durable what a file holds."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def sync_files(paths: Sequence[str]) -> None:
+    """Make durable what files hold. The disk is given several at a time, so that it does not wait between them."""
+    for start in range(0, len(paths), SYNCED_AT_ONCE):
+        with contextlib.ExitStack() as opened:
+            fds = []
+            for path in paths[start : start + SYNCED_AT_ONCE]:
+                fds.append(os.open(path, os.O_RDONLY))
+                opened.callback(os.close, fds[-1])
+                _begin_writing(fds[-1])
+            for fd in fds:
+                os.fdatasync(fd)
+
+
+def _begin_writing(fd: int) -> None:
+    """Have what the page cache holds of a file go to the disk, without waiting for it."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # Linux begins to write what it can't forget yet
 
 
 def read_file(path: str, array: Array, crc: int) -> str | None:

@@ -52,7 +52,7 @@ from engine.arrays import (
     read_spec,
     write_metadata,
 )
-from engine.chunkfile import Array, full_disk_explained, read_file, sync_file, verify_chunks, write_file
+from engine.chunkfile import Array, full_disk_explained, read_file, sync_files, verify_chunks, write_file
 from engine.errors import RunDirectoryError, UsageError
 from engine.run import PARTIAL_SUFFIX, sync_directory
 from engine.units import KIB
@@ -213,8 +213,7 @@ class Store:
         Raises:
             UsageError: there is no such array.
         """
-        for key in self.checksums(name):
-            sync_file(f"{self._root}/{key}")
+        sync_files([f"{self._root}/{key}" for key in self.checksums(name)])
         self._sync_names(self._root / name)
 
     def read_chunk(self, name: str, index: Index, out: Array) -> None:
@@ -312,7 +311,7 @@ class Store:
         new = []
         for folder in (array, *array.parents):
             if folder != self._root.parent and folder not in self._synced:
-                sync_file(f"{folder}/{METADATA}")
+                sync_files([f"{folder}/{METADATA}"])
                 new.append(folder)
             sync_directory(folder)
             if folder not in new:

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from engine.arrays import DTYPES, ArraySpec
-from engine.chunkfile import BLOCK_BYTES, StoreFullError, verify_chunks
+from engine.chunkfile import BLOCK_BYTES, SYNCED_AT_ONCE, StoreFullError, verify_chunks
 from engine.errors import RunDirectoryError, StageFailedError, UsageError
 from engine.store import Store
 
@@ -439,13 +440,16 @@ def test_a_file_system_that_cannot_reserve_space_is_written_all_the_same(
 def synced(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is synced from now on, beside the store."""
     names: list[str] = []
-    real_fsync = os.fsync
 
-    def fsync(fd: int) -> None:
-        names.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), store.root))
-        real_fsync(fd)
+    def noted(sync: Callable[[int], None]) -> Callable[[int], None]:
+        def note(fd: int) -> None:
+            names.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), store.root))
+            sync(fd)
 
-    monkeypatch.setattr(os, "fsync", fsync)
+        return note
+
+    for function in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, function, noted(getattr(os, function)))
     return names
 
 
@@ -488,6 +492,24 @@ def test_syncing_again_syncs_chunks_and_only_the_names_that_are_new(store: Store
     declare_line(store, "a/v")
     store.sync("a/v")
     assert synced == ["a/v/zarr.json", "a/v", "a"]
+
+
+def test_many_chunks_are_synced_with_few_files_open(store: Store, synced: list[str]) -> None:
+    spec = declare_line(store, num_chunks=3 * SYNCED_AT_ONCE + 1)
+    for index in range(3 * SYNCED_AT_ONCE + 1):
+        store.write_chunk(spec.name, (index,), line(index))
+    opened: list[int] = []
+    real_open = os.open
+
+    def note(*arguments: Any, **more: Any) -> int:
+        opened.append(len(os.listdir("/proc/self/fd")))
+        return real_open(*arguments, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", note)
+        store.sync(spec.name)
+    assert max(opened) - min(opened) <= SYNCED_AT_ONCE
+    assert sorted(name for name in synced if "/c." in name) == sorted(store.checksums(spec.name))
 
 
 def test_a_sync_that_fails_is_done_again_with_all_that_leads_there(store: Store, synced: list[str]) -> None:
