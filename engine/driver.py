@@ -12,7 +12,7 @@ from typing import Protocol
 from engine.budget import Budget, Tier
 from engine.ledger import Ledger
 from engine.plan import Plan, Stage, Value
-from engine.schedule import STAGING_ENTRY, Copy, Create, Drop, Instruction, Run, Schedule, begin, end
+from engine.schedule import STAGING_ENTRY, Copy, Create, Drop, Instruction, Schedule, begin, end
 
 
 class Machine(Protocol):
@@ -75,20 +75,20 @@ def drive(
         begin(ledger, plan, instruction)
         if recorder is not None:
             recorder.begins(instruction)
-        match instruction:
-            case Create(value=name, tier=tier):
-                machine.create(plan.values[name], tier)
-            case Copy(value=name, source=source, target=target, alongside=alongside):
-                machine.copy(plan.values[name], source, target, alongside=alongside)
-            case Run(stage=name, slots=slots):
-                planned = dict(ledger.live)
-                for observer in observers:
-                    observer.stage_begins(stages[name], planned)
-                machine.run(stages[name], slots)
-                for observer in observers:
-                    observer.stage_ends(stages[name], planned)
-            case Drop(value=name, tier=tier):
-                machine.drop(plan.values[name], tier)
+        if isinstance(instruction, Create):
+            machine.create(plan.values[instruction.value], instruction.tier)
+        elif isinstance(instruction, Copy):
+            value, source, target = plan.values[instruction.value], instruction.source, instruction.target
+            machine.copy(value, source, target, alongside=instruction.alongside)
+        elif isinstance(instruction, Drop):
+            machine.drop(plan.values[instruction.value], instruction.tier)
+        else:
+            stage, planned = stages[instruction.stage], dict(ledger.live)
+            for observer in observers:
+                observer.stage_begins(stage, planned)
+            machine.run(stage, instruction.slots)
+            for observer in observers:
+                observer.stage_ends(stage, planned)
         if recorder is not None:
             recorder.ends(instruction)
         end(ledger, instruction)

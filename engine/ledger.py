@@ -48,10 +48,11 @@ class Ledger:
                 f"{format_bytes(self.budget[tier])} are free"
             )
         self._entries[tier][entry] = nbytes
-        self.live[tier] += nbytes
-        self.peak[tier] = max(self.peak[tier], self.live[tier])
+        live = self.live[tier] = self.live[tier] + nbytes
+        if live > self.peak[tier]:
+            self.peak[tier] = live
         if self._watch is not None:
-            self._watch(tier, entry, nbytes, self.live[tier])
+            self._watch(tier, entry, nbytes, live)
 
     def remove(self, tier: Tier, entry: str) -> None:
         """Uncount an entry. Raises KeyError if it is not there."""

@@ -13,7 +13,7 @@ This module is pure: no I/O, no clock, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -82,9 +82,14 @@ class Needs:
     buffer_bytes: Bytes
     outside_buffer_bytes: Bytes
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @cached_property
+    def lives(self) -> tuple[list[int], list[int]]:
+        """`births` and `deaths` as lists, for what looks at one Value after the other."""
+        return self.births.tolist(), self.deaths.tolist()
 
     @cached_property
     def values(self) -> list[Value]:
@@ -129,6 +134,17 @@ class Needs:
         stages, values = self.resident_uses
         return added_up(stages, self.nbytes[values], self.num_stages)
 
+    @cached_property
+    def streams_of(self) -> dict[int, Numbers]:
+        """The uses in streams of every Value that is streamed, as positions in `streams`."""
+        order = np.argsort(self.streams.values, kind="stable")
+        numbers, starts = np.unique(self.streams.values[order], return_index=True)
+        ends = [*starts[1:].tolist(), len(order)]
+        return {
+            number: order[start:end]
+            for number, start, end in zip(numbers.tolist(), starts.tolist(), ends[: len(numbers)], strict=True)
+        }
+
     def least_bytes(self, slots: int) -> Bytes:
         """Return the device bytes by stage where nothing is there but what must be; streams have ``slots`` buffers."""
         return self.workspace_bytes + self.pinned_bytes + self.visiting_bytes + slots * self.buffer_bytes
@@ -163,44 +179,38 @@ def added_up(places: Numbers, nbytes: Bytes, size: int) -> Bytes:
 
 def needs_of(plan: Plan, stages: Sequence[Stage]) -> Needs:
     """Return the tables of ``plan`` with its stages in the given order, which must be one that it allows."""
-    facts: dict[str, _Facts] = {}
-    columns: tuple[list[int], ...] = ([], [], [], [], [])
-    buffer_bytes, outside_buffer_bytes = np.zeros((2, len(stages)), dtype=np.int64)
+    numbers: dict[str, int] = {}
+    used_at: list[list[int]] = []
     for index, stage in enumerate(stages):
-        changes, resident = set(stage.changes()), set(stage.resident())
-        for name in dict.fromkeys(stage.uses()):
-            fact = facts.get(name)
-            if fact is None:
-                fact = facts[name] = _Facts(len(facts), plan.values[name])
-            fact.used_at.append(index)
-            if name in changes:
-                fact.changed_at.append(index)
-            if name in resident and not fact.outside:  # files are never there
-                fact.resident_at.append(index)
-        for stream in stage.streams:
-            mine = [facts[name] for name in stream.values]
-            if stream.buffered:
-                nbytes = max((fact.largest_bytes for fact in mine), default=0)
-                buffer_bytes[index] += nbytes
-                if any(fact.outside for fact in mine):
-                    outside_buffer_bytes[index] += nbytes
-            _add_stream(columns, index, stream, mine)
-    found, values = list(facts.values()), [plan.values[name] for name in facts]
-    end = len(stages)
+        for name in stage.used:
+            number = numbers.get(name)
+            if number is None:
+                number = numbers[name] = len(used_at)
+                used_at.append([])
+            used_at[number].append(index)
+    values, end = [plan.values[name] for name in numbers], len(stages)
+    resident_at: list[list[int]] = [[] for _ in values]
+    changed_at: list[list[int]] = [[] for _ in values]
+    for index, stage in enumerate(stages):
+        for name in stage.changed:
+            changed_at[numbers[name]].append(index)
+        for name in dict.fromkeys(stage.resident()):
+            if Tier.DEVICE in plan.values[name].tiers:  # files are never there
+                resident_at[numbers[name]].append(index)
+    streams = _streams_of(stages, numbers)
+    buffer_bytes, outside_buffer_bytes = streams.buffer_bytes(values, end)
     return Needs(
         plan=plan,
         stages=tuple(stages),
-        names=list(facts),
-        used_at=[fact.used_at for fact in found],
-        resident_at=[fact.resident_at for fact in found],
-        changed_at=[fact.changed_at for fact in found],
-        streams=StreamUses(
-            **{key: np.array(column, dtype=np.int64) for key, column in zip(_COLUMNS, columns, strict=True)}
-        ),
+        names=list(numbers),
+        used_at=used_at,
+        resident_at=resident_at,
+        changed_at=changed_at,
+        streams=streams.uses(values),
         nbytes=np.array([value.nbytes for value in values], dtype=np.int64),
-        births=np.array([fact.used_at[0] for fact in found], dtype=np.int64),
+        births=np.array([at[0] for at in used_at], dtype=np.int64),
         deaths=np.array(
-            [end if value.keep else fact.used_at[-1] for value, fact in zip(values, found, strict=True)], dtype=np.int64
+            [end if value.keep else at[-1] for value, at in zip(values, used_at, strict=True)], dtype=np.int64
         ),
         workspace_bytes=np.array([stage.workspace_bytes for stage in stages], dtype=np.int64),
         buffer_bytes=buffer_bytes,
@@ -208,50 +218,90 @@ def needs_of(plan: Plan, stages: Sequence[Stage]) -> Needs:
     )
 
 
-class _Facts:
-    """What is looked up of a Value for each of its uses, and the uses themselves."""
-
-    __slots__ = ("changed_at", "largest_bytes", "number", "outside", "pieces", "pinned", "resident_at", "used_at")
-
-    def __init__(self, number: int, value: Value) -> None:
-        self.number, self.pinned = number, value.pinned
-        self.outside = Tier.DEVICE not in value.tiers
-        self.largest_bytes = _largest_piece_bytes(value)
-        self.pieces = value.streamed_pieces
-        self.used_at: list[int] = []
-        self.resident_at: list[int] = []
-        self.changed_at: list[int] = []
+_PIECES_OF_VALUE = -1
+# Where a stream touches all of the pieces that a Value has.
 
 
-def _add_stream(columns: tuple[list[int], ...], index: int, stream: Stream, mine: Sequence[_Facts]) -> None:
-    """Add the uses of a stream's Values to the columns of `StreamUses`."""
-    stages, values, coming, going, counts = columns
-    for position, fact in enumerate(mine):
-        if fact.pinned:
-            continue
-        num_pieces, piece_bytes = fact.pieces
-        touched = stream.passes * (stream.pieces[position] if stream.pieces else num_pieces)
-        stages.append(index)
-        values.append(fact.number)
-        coming.append(touched * piece_bytes if stream.buffered else 0)
-        going.append(touched * piece_bytes if stream.updates else 0)
-        counts.append(touched)
+@dataclass(frozen=True, kw_only=True)
+class _Streams:
+    """All streams of a plan that have Values: their stages, and their Values by number, one stream behind the other.
+
+    ``starts`` are the places in ``values`` at which each begins. ``pieces`` are those of a pass.
+    """
+
+    streams: list[Stream]
+    stages: Numbers
+    starts: Numbers
+    values: Numbers
+    pieces: Numbers
+
+    def buffer_bytes(self, values: Sequence[Value], num_stages: int) -> tuple[Bytes, Bytes]:
+        """Return the bytes of all streams' buffers by stage, and of those with Values that are never on the device."""
+        if not self.streams:
+            return np.zeros(num_stages, dtype=np.int64), np.zeros(num_stages, dtype=np.int64)
+        largest = np.array([0 if value.pinned else value.largest_piece_bytes for value in values], dtype=np.int64)
+        outside = np.array([Tier.DEVICE not in value.tiers for value in values])
+        buffered = np.array([stream.buffered for stream in self.streams])
+        nbytes = np.maximum.reduceat(largest[self.values], self.starts) * buffered
+        has_outside = np.logical_or.reduceat(outside[self.values], self.starts)
+        return added_up(self.stages, nbytes, num_stages), added_up(self.stages, nbytes * has_outside, num_stages)
+
+    def uses(self, values: Sequence[Value]) -> StreamUses:
+        """Return the columns of all uses, but for those of pinned Values."""
+        counts = np.diff(np.append(self.starts, len(self.values)))
+        passes, buffered, updates = (
+            np.repeat(np.array(column, dtype=np.int64), counts)
+            for column in (
+                [stream.passes for stream in self.streams],
+                [stream.buffered for stream in self.streams],
+                [stream.updates for stream in self.streams],
+            )
+        )
+        pinned = np.array([value.pinned for value in values], dtype=bool)
+        pieces = np.array([value.streamed_pieces for value in values], dtype=np.int64).reshape(-1, 2)
+        all_pieces = self.pieces == _PIECES_OF_VALUE
+        touched = passes * np.where(all_pieces, pieces[self.values, 0], self.pieces)
+        nbytes = touched * pieces[self.values, 1]
+        kept = ~pinned[self.values]
+        return StreamUses(
+            stages=np.repeat(self.stages, counts)[kept],
+            values=self.values[kept],
+            in_bytes=(nbytes * buffered)[kept],
+            out_bytes=(nbytes * updates)[kept],
+            num_pieces=touched[kept],
+        )
 
 
-_COLUMNS = ("stages", "values", "in_bytes", "out_bytes", "num_pieces")
+def _streams_of(stages: Sequence[Stage], numbers: Mapping[str, int]) -> _Streams:
+    streams: list[Stream] = []
+    owners: list[int] = []
+    starts: list[int] = []
+    values: list[int] = []
+    pieces: list[int] = []
+    for index, stage in enumerate(stages):
+        for stream in stage.streams:
+            if stream.values:
+                streams.append(stream)
+                owners.append(index)
+                starts.append(len(values))
+                values += [numbers[name] for name in stream.values]
+                pieces += stream.pieces or [_PIECES_OF_VALUE] * len(stream.values)
+    owner_numbers, start_numbers, value_numbers, piece_numbers = (
+        np.array(column, dtype=np.int64) for column in (owners, starts, values, pieces)
+    )
+    return _Streams(
+        streams=streams, stages=owner_numbers, starts=start_numbers, values=value_numbers, pieces=piece_numbers
+    )
 
 
-def _largest_piece_bytes(value: Value) -> int:
-    """Return the bytes of a Value's largest piece; 0 for a pinned Value, which no buffer is needed for."""
-    return 0 if value.pinned else max((spec.piece_bytes for spec in value.tensors.values()), default=0)
-
-
-def touches(plan: Plan, stream: Stream) -> Iterator[Touch]:
-    """Yield what a stage's stream touches of every Value that is not pinned."""
+def touches(plan: Plan, stream: Stream) -> list[Touch]:
+    """Return what a stage's stream touches of every Value that is not pinned."""
+    found = []
     for position, name in enumerate(stream.values):
         value = plan.values[name]
         if not value.pinned:
             num_pieces, piece_bytes = value.streamed_pieces
             pieces = stream.passes * (stream.pieces[position] if stream.pieces else num_pieces)
             nbytes = pieces * piece_bytes
-            yield Touch(name, nbytes if stream.buffered else 0, nbytes if stream.updates else 0, pieces)
+            found.append(Touch(name, nbytes if stream.buffered else 0, nbytes if stream.updates else 0, pieces))
+    return found

@@ -18,6 +18,8 @@ from engine.errors import PlanError
 from engine.origin import at
 from engine.parts import Stage, Value, ValueKind
 
+_IMMUTABLE = ValueKind.IMMUTABLE
+
 _FIRST = -1
 # Before every stage of the builder.
 
@@ -88,7 +90,7 @@ class Dependencies:
     def ordered(self) -> list[Stage]:
         """Check the plan and return its stages in its one order; see `engine.plan.Plan.ordered`."""
         rank = {stage.name: index for index, stage in enumerate(self.program)}
-        if all(rank[before] < rank[after] for before, after, _ in self.edges()):
+        if self._follows_program(rank):
             return list(self.program)
         graph = self.graph()
         try:
@@ -102,15 +104,26 @@ class Dependencies:
                 f"{at(origins)}"
             ) from None
 
+    def _follows_program(self, rank: Mapping[str, int]) -> bool:
+        """Return whether every stage comes behind what it waits for; but for immutable Values all edges say so."""
+        written_at = {name: rank[writers[0].name] for name, writers in self._checked_writers().items()}
+        immutable = {name for name in written_at if self.values[name].kind is _IMMUTABLE}
+        return all(
+            written_at[name] < index
+            for index, stage in enumerate(self.program)
+            for name in stage.used
+            if name in immutable and name not in stage.changed
+        )
+
     def edges(self) -> Iterator[tuple[str, str, str]]:
         """Yield (before, after, Value) for everything that has to wait. Raises PlanError where a use is not allowed."""
         writers = self._checked_writers()
         changed_by: dict[str, str] = {}
         readers: dict[str, list[str]] = {}
         for stage in self.program:
-            changes = set(stage.changes())
-            for name in dict.fromkeys(stage.uses()):
-                if self.values[name].kind is ValueKind.IMMUTABLE:
+            changes = stage.changed
+            for name in stage.used:
+                if self.values[name].kind is _IMMUTABLE:
                     if name not in changes:
                         yield writers[name][0].name, stage.name, name
                     continue
@@ -125,33 +138,39 @@ class Dependencies:
     def _checked_writers(self) -> dict[str, list[Stage]]:
         writers: dict[str, list[Stage]] = {}
         for stage in self.program:
-            for name in dict.fromkeys(stage.changes()):
+            for name in stage.changed:
                 writers.setdefault(name, []).append(stage)
-        seen: dict[str, int] = {}
+        single = {name for name, by in writers.items() if len(by) == 1 and self.values[name].kind is _IMMUTABLE}
+        done: dict[str, int] = {}
         for stage in self.program:
-            changes = set(stage.changes())
-            for name in dict.fromkeys(stage.uses()):
-                self._check_use(stage, self.values[name], name in changes, writers.get(name, []), seen)
+            for name in stage.used:
+                if name in single:
+                    continue
+                if name in stage.changed:
+                    done[name] = done.get(name, 0) + 1
+                self._check_use(stage, self.values[name], done.get(name, 0), writers.get(name, ()))
         return writers
 
-    def _check_use(
-        self, stage: Stage, value: Value, changes: bool, writers: Sequence[Stage], seen: dict[str, int]
-    ) -> None:
-        where = at(stage.origin)
+    def _check_use(self, stage: Stage, value: Value, done: int, writers: Sequence[Stage]) -> None:
+        """Check a use of a Value that ``done`` of its writers have changed so far, this stage included."""
+        reads = value.name not in stage.changed
         if not writers:
             raise PlanError(
-                f"stage {stage.name!r} reads {value.name!r}, which no stage of plan {self.plan_name!r} writes{where}"
+                f"stage {stage.name!r} reads {value.name!r}, which no stage of plan {self.plan_name!r} writes"
+                f"{at(stage.origin)}"
             )
-        if value.kind is ValueKind.IMMUTABLE:
+        if value.kind is _IMMUTABLE:
             if len(writers) > 1:
                 names = " and ".join(writer.name for writer in writers[:3])
                 raise PlanError(f"Value {value.name!r} is immutable but is written by {names}{at(writers[1].origin)}")
             return
-        done = seen[value.name] = seen.get(value.name, 0) + changes
-        if not changes and not done:
-            raise PlanError(f"stage {stage.name!r} reads {value.name!r} before any stage has written it{where}")
-        if not changes and value.kind is ValueKind.ACCUMULATOR and done < len(writers):
+        if reads and not done:
+            raise PlanError(
+                f"stage {stage.name!r} reads {value.name!r} before any stage has written it{at(stage.origin)}"
+            )
+        if reads and value.kind is ValueKind.ACCUMULATOR and done < len(writers):
             late = writers[done]
             raise PlanError(
-                f"stage {stage.name!r} reads accumulator {value.name!r} before {late.name!r} updates it{where}"
+                f"stage {stage.name!r} reads accumulator {value.name!r} before {late.name!r} updates it"
+                f"{at(stage.origin)}"
             )

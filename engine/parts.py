@@ -108,6 +108,11 @@ class Value:
         return self.tiers == (Tier.DEVICE,)
 
     @cached_property
+    def largest_piece_bytes(self) -> int:
+        """Bytes of the largest piece of any of its tensors."""
+        return max([spec.piece_bytes for spec in self.tensors.values()], default=0)
+
+    @cached_property
     def streamed_pieces(self) -> tuple[int, int]:
         """How many pieces its first tensor has, which is the one that streams go through, and the bytes of each."""
         spec = next(iter(self.tensors.values()), None)
@@ -221,3 +226,13 @@ class Stage:
         yield from self.resident()
         for stream in self.streams:
             yield from stream.values
+
+    @cached_property
+    def used(self) -> tuple[str, ...]:
+        """Every Value that the stage touches, once, in order."""
+        return tuple(dict.fromkeys(self.uses()))
+
+    @cached_property
+    def changed(self) -> frozenset[str]:
+        """The Values that the stage writes or updates."""
+        return frozenset(self.changes())

@@ -18,14 +18,19 @@ This module is pure: no I/O, no clock, no torch.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.budget import Tier
-from engine.needs import Needs
+from engine.needs import Bytes, Needs, Numbers, added_up
+
+TIER_CODES = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2}
+# Of tiers, in arrays.
 
 
 class Window(NamedTuple):
@@ -45,7 +50,7 @@ class Event(Enum):
 
 
 class Step(NamedTuple):
-    """An event of a Value, before or after a stage; ``tier`` is where a copy comes to be, is stored or goes.
+    """An event of a Value, before or after a stage; ``at_home`` if the copy that comes to be or goes is the one there.
 
     With ``alongside``, a fetch or a store runs while the stage does.
     """
@@ -54,7 +59,7 @@ class Step(NamedTuple):
     before: bool
     event: Event
     value: int
-    tier: Tier
+    at_home: bool
     alongside: bool = False
 
 
@@ -74,6 +79,7 @@ class Placement:
     doubled: frozenset[int] = frozenset()
     homes: Mapping[int, Tier] = field(default_factory=dict)
     staging_bytes: int = 0
+    _steps: dict[int, Sequence[Step]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stays(self, number: int) -> bool:
         """Return whether a Value is on the device for life."""
@@ -81,45 +87,81 @@ class Placement:
 
     @cached_property
     def _staying(self) -> frozenset[int]:
-        births, deaths = self.needs.births.tolist(), self.needs.deaths.tolist()
+        births, deaths = self.needs.lives
         return frozenset(number for number, mine in self.windows.items() if mine == ((births[number], deaths[number]),))
 
     def life(self, number: int) -> Window:
         """Return the stages from a Value's birth to its death."""
-        return Window(int(self.needs.births[number]), int(self.needs.deaths[number]))
+        births, deaths = self.needs.lives
+        return Window(births[number], deaths[number])
 
-    def steps_of(self, number: int) -> Iterator[Step]:
-        """Yield what happens to a Value, in order."""
+    @cached_property
+    def streamed_from(self) -> Numbers:
+        """The tier that a Value is on, by `TIER_CODES`, for every use in a stream."""
+        needs, device = self.needs, TIER_CODES[Tier.DEVICE]
+        homes = np.full(len(needs.names), device, dtype=np.int64)
+        homes[list(self.homes)] = [TIER_CODES[tier] for tier in self.homes.values()]
+        codes = homes[needs.streams.values]
+        for number in self.homes:
+            windows, mine = self.windows.get(number), needs.streams_of.get(number)
+            if windows is not None and mine is not None:
+                at = needs.streams.stages[mine]
+                here = np.logical_or.reduce([(window.first <= at) & (at <= window.last) for window in windows])
+                codes[mine[here]] = device
+        return codes
+
+    @property
+    def streamed_bytes(self) -> Bytes:
+        """Bytes that come and go in streams, by stage: those of Values that are not on the device."""
+        streams = self.needs.streams
+        away = self.streamed_from != TIER_CODES[Tier.DEVICE]
+        return added_up(streams.stages[away], (streams.in_bytes + streams.out_bytes)[away], self.needs.num_stages)
+
+    def with_homes(self, homes: Mapping[int, Tier], staging_bytes: int) -> Placement:
+        """Return the same windows with other homes."""
+        found = replace(self, homes=homes, staging_bytes=staging_bytes)
+        found._steps.update(self._steps)
+        return found
+
+    def home(self, number: int) -> Tier:
+        """Return where a Value is when it is not on the device."""
+        return self.homes.get(number, Tier.HOST)
+
+    def steps_of(self, number: int) -> Sequence[Step]:
+        """Return what happens to a Value, in order."""
+        if number not in self._steps:
+            self._steps[number] = tuple(self._steps_of(number))
+        return self._steps[number]
+
+    def _steps_of(self, number: int) -> Iterator[Step]:
         value, used_at = self.needs.values[number], self.needs.used_at[number]
         always = value.pinned or self.stays(number)
         if not always and self.windows.get(number):
             yield from self._coming_and_going(number)
             return
-        place = Tier.DEVICE if always else self.homes.get(number, Tier.HOST)
-        yield Step(used_at[0], True, Event.CREATE, number, place)
+        yield Step(used_at[0], True, Event.CREATE, number, not always)
         if not value.keep:
-            yield Step(used_at[-1], False, Event.DROP, number, place)
+            yield Step(used_at[-1], False, Event.DROP, number, not always)
 
     def _coming_and_going(self, number: int) -> Iterator[Step]:
-        needs, home = self.needs, self.homes.get(number, Tier.HOST)
+        needs = self.needs
         birth, death = self.life(number)
         used, changes = set(needs.used_at[number]), needs.changed_at[number]
         windows = self.windows[number]
         at_home = windows[0].first > birth
         if at_home:
-            yield Step(birth, True, Event.CREATE, number, home)
+            yield Step(birth, True, Event.CREATE, number, True)
         for first, last in windows:
             if at_home:
-                alongside = first not in used
-                yield Step(first, True, Event.FETCH, number, Tier.DEVICE, alongside)
+                yield Step(first, True, Event.FETCH, number, False, first not in used)
             else:
-                yield Step(first, True, Event.CREATE, number, Tier.DEVICE)
+                yield Step(first, True, Event.CREATE, number, False)
             changed = not at_home or bisect_left(changes, first) < bisect_right(changes, last)
             if last < death and changed:
                 alongside = last not in used
-                yield Step(last, alongside, Event.STORE, number, home, alongside)
+                yield Step(last, alongside, Event.STORE, number, True, alongside)
                 at_home = True
             if last < needs.num_stages:
-                yield Step(last, False, Event.DROP, number, Tier.DEVICE)
+                yield Step(last, False, Event.DROP, number, False)
         if at_home and death < needs.num_stages:
-            yield Step(death, False, Event.DROP, number, home)
+            yield Step(death, False, Event.DROP, number, True)

@@ -20,8 +20,8 @@ This module is pure: no I/O, no clock, no torch.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
 from engine.needs import Bytes, Needs, Numbers, Seconds, added_up
 from engine.parts import Stage, Value
-from engine.placement import Event, Placement, Step, Window
+from engine.placement import TIER_CODES, Event, Placement, Step, Window
 from engine.units import format_bytes
 from engine.windows import Item, Search, Visit
 
@@ -58,9 +58,6 @@ MOST_EFFORT, EFFORT_OF_ONE_OF_MANY = (64, 100), (12, 20)
 BEFORE_FIRST = -1
 # The gap before the first stage that uses a Value as a resident.
 
-_CODES = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2}
-# Of tiers, in arrays.
-
 
 def copy_s(profile: HardwareProfile, value: Value, source: Tier, target: Tier) -> float:
     """Return the seconds that a copy of a Value takes."""
@@ -84,6 +81,8 @@ class Placer:
 
     needs: Needs
     profile: HardwareProfile
+    _streams_s: dict[Tier, Seconds] = field(default_factory=dict, repr=False)
+    _trips_s: dict[tuple[int, Tier], tuple[float, float]] = field(default_factory=dict, repr=False)
     _rungs_found: list[Placement] = field(default_factory=list, repr=False)
 
     # What things take
@@ -98,12 +97,13 @@ class Placer:
         """The time of the plan if nothing had to be transferred, which no placement improves on."""
         return float(sum(self.profile.together_s(seconds, 0.0, 0.0) for seconds in self.compute_s.tolist()))
 
-    @cached_property
-    def _stream_s(self) -> dict[Tier, Seconds]:
-        """Seconds of every use in a stream, where the Value lives on a tier."""
-        return {tier: self._streamed_s(tier) for tier in (Tier.HOST, Tier.DISK)}
-
     def _streamed_s(self, tier: Tier) -> Seconds:
+        """Seconds of every use in a stream, where the Value lives on ``tier``."""
+        if tier not in self._streams_s:
+            self._streams_s[tier] = self._computed_streams_s(tier)
+        return self._streams_s[tier]
+
+    def _computed_streams_s(self, tier: Tier) -> Seconds:
         streams, seconds = self.needs.streams, self.profile.transfer_s
         rows = zip(streams.in_bytes.tolist(), streams.out_bytes.tolist(), streams.num_pieces.tolist(), strict=True)
         known: dict[tuple[int, int, int], float] = {}
@@ -116,81 +116,73 @@ class Placer:
             found.append(known[row])
         return np.array(found, dtype=np.float64)
 
-    def _copy_s(self, number: int, source: Tier, target: Tier) -> float:
-        return copy_s(self.profile, self.needs.values[number], source, target)
+    def _trip_s(self, number: int, home: Tier) -> tuple[float, float]:
+        """Return the seconds of a Value's copy from its home, and of one back."""
+        known = self._trips_s.get((number, home))
+        if known is None:
+            there = partial(copy_s, self.profile, self.needs.values[number])
+            known = self._trips_s[number, home] = there(home, Tier.DEVICE), there(Tier.DEVICE, home)
+        return known
 
     def seconds(self, placement: Placement) -> float:
         """Return the time of the plan under a placement with homes: that of the simulator, exactly."""
         needs = self.needs
-        waited, hidden, streamed = np.zeros((3, needs.num_stages))
+        waited, hidden, streamed = [0.0] * needs.num_stages, [0.0] * needs.num_stages, np.zeros(needs.num_stages)
         for number in placement.windows:
             if not placement.stays(number):
                 self._add_copies(placement, number, waited, hidden)
-        away = self._streamed_from(placement)
-        for tier in (Tier.HOST, Tier.DISK):
-            chosen = away == _CODES[tier]
-            np.add.at(streamed, self.needs.streams.stages[chosen], self._stream_s[tier][chosen])
-        double = np.zeros(needs.num_stages, dtype=bool)
-        double[list(placement.doubled)] = True
-        waited += np.where(double, 0.0, streamed)
-        hidden += np.where(double, streamed, 0.0)
+        for tier in set(placement.homes.values()):
+            chosen = placement.streamed_from == TIER_CODES[tier]
+            stages, seconds = needs.streams.stages[chosen], self._streamed_s(tier)[chosen]
+            streamed += np.bincount(stages, weights=seconds, minlength=needs.num_stages)
+        for stage, seconds in enumerate(streamed.tolist()):
+            (hidden if stage in placement.doubled else waited)[stage] += seconds
         together = self.profile.together_s
-        rows = zip(self.compute_s.tolist(), hidden.tolist(), waited.tolist(), strict=True)
+        rows = zip(self.compute_s.tolist(), hidden, waited, strict=True)
         return float(sum(together(compute, behind, alone) for compute, behind, alone in rows))
 
-    def _streamed_from(self, placement: Placement) -> Numbers:
-        """Return, for every use in a stream, the code of the tier that the Value is on then."""
-        homes = np.zeros(len(self.needs.names), dtype=np.int64)
-        for number, tier in placement.homes.items():
-            homes[number] = _CODES[tier]
-        codes = homes[self.needs.streams.values]
-        for number in placement.homes:
-            windows, mine = placement.windows.get(number), self._streams_of.get(number)
-            if windows is not None and mine is not None:
-                at = self.needs.streams.stages[mine]
-                here = np.logical_or.reduce([(w.first <= at) & (at <= w.last) for w in windows])
-                codes[mine[here]] = _CODES[Tier.DEVICE]
-        return codes
-
-    @cached_property
-    def _streams_of(self) -> dict[int, Numbers]:
-        """The uses in streams of every Value that is streamed, as positions in `Needs.streams`."""
-        order = np.argsort(self.needs.streams.values, kind="stable")
-        numbers, starts = np.unique(self.needs.streams.values[order], return_index=True)
-        ends = [*starts[1:].tolist(), len(order)]
-        return {
-            number: order[start:end]
-            for number, start, end in zip(numbers.tolist(), starts.tolist(), ends[: len(numbers)], strict=True)
-        }
-
-    def _add_copies(self, placement: Placement, number: int, waited: Seconds, hidden: Seconds) -> None:
+    def _add_copies(self, placement: Placement, number: int, waited: list[float], hidden: list[float]) -> None:
         """Add the time of a Value's copies."""
-        home = placement.homes.get(number, Tier.DEVICE)
-        for step in placement.steps_of(number):
-            if step.event in (Event.FETCH, Event.STORE):
-                source, target = (home, Tier.DEVICE) if step.event is Event.FETCH else (Tier.DEVICE, home)
-                (hidden if step.alongside else waited)[step.stage] += self._copy_s(number, source, target)
+        for stage, _, event, _, _, alongside in placement.steps_of(number):
+            if event is Event.FETCH or event is Event.STORE:
+                seconds = self._trip_s(number, placement.home(number))[event is Event.STORE]
+                (hidden if alongside else waited)[stage] += seconds
 
     # Units, and the order of Values
 
     @cached_property
     def units(self) -> list[Unit]:
         """All gaps of all movable Values."""
-        streamed: dict[int, list[tuple[int, float]]] = {}
-        streams = self.needs.streams
-        columns = (streams.values.tolist(), streams.stages.tolist(), self._stream_s[Tier.HOST].tolist())
-        for number, stage, seconds in zip(*columns, strict=True):
-            streamed.setdefault(number, []).append((stage, seconds))
-        return [unit for number in self.needs.movable for unit in self._units_of(number, streamed.get(number, ()))]
+        visiting = set(self.needs.visiting)
+        found: list[Unit] = []
+        streamed_s = self._streamed_in_all_s.tolist()
+        for number in self.needs.movable:
+            if number in visiting:
+                found += self._gaps_of(number)
+            else:
+                found.append(Unit(number, None, *self._on_stage(number), streamed_s[number]))
+        return found
 
-    def _units_of(self, number: int, streamed: Sequence[tuple[int, float]]) -> Iterator[Unit]:
-        last_stage = self.needs.num_stages - 1
-        birth, death = int(self.needs.births[number]), min(int(self.needs.deaths[number]), last_stage)
+    @cached_property
+    def _streamed_in_all_s(self) -> Seconds:
+        """Seconds of all uses of each Value in streams, from the host."""
+        streams = self.needs.streams
+        seconds: Seconds = np.zeros(len(self.needs.names))
+        np.add.at(seconds, streams.values, self._streamed_s(Tier.HOST))
+        return seconds
+
+    def _on_stage(self, number: int) -> tuple[int, int]:
+        """Return the first and the last stage of a Value's life."""
+        births, deaths = self.needs.lives
+        return births[number], min(deaths[number], self.needs.num_stages - 1)
+
+    def _gaps_of(self, number: int) -> Iterator[Unit]:
+        """Yield the gaps of a Value that is used as a resident."""
+        birth, death = self._on_stage(number)
         residents = self.needs.resident_at[number]
-        if not residents:
-            yield Unit(number, None, birth, death, sum(seconds for _, seconds in streamed))
-            return
-        trip_s = self._copy_s(number, Tier.HOST, Tier.DEVICE) + self._copy_s(number, Tier.DEVICE, Tier.HOST)
+        mine = self.needs.streams_of.get(number, ())
+        streamed = [(int(self.needs.streams.stages[n]), float(self._streamed_s(Tier.HOST)[n])) for n in mine]
+        trip_s = sum(self._trip_s(number, Tier.HOST))
 
         def unit(gap: int, first: int, last: int, copies_s: float) -> Unit:
             return Unit(number, gap, first, last, copies_s + sum(s for stage, s in streamed if first <= stage <= last))
@@ -207,13 +199,12 @@ class Placer:
     def _order(self) -> list[int]:
         """Values that may live in more than one place, first those whose bytes save the most seconds."""
         outside = {number for number in self.needs.outside if len(self.needs.values[number].tiers) > 1}
-        saved = dict.fromkeys([*self.needs.movable, *outside], 0.0)
+        saved = dict.fromkeys(self.needs.movable, 0.0)
         for unit in self.units:
             saved[unit.value] += unit.saved_s
-        for number, seconds in zip(self.needs.streams.values.tolist(), self._stream_s[Tier.HOST].tolist(), strict=True):
-            if number in outside:
-                saved[number] += seconds
-        return sorted(saved, key=lambda number: (-saved[number] / max(1, int(self.needs.nbytes[number])), number))
+        saved |= {number: float(self._streamed_in_all_s[number]) for number in outside}
+        nbytes = self.needs.nbytes.tolist()
+        return sorted(saved, key=lambda number: (-saved[number] / max(1, nbytes[number]), number))
 
     @cached_property
     def _chain_order(self) -> list[int]:
@@ -343,7 +334,7 @@ class Placer:
         streamed_s = [0.0] * needs.num_stages
         for index, key in enumerate(zip(needs.streams.stages.tolist(), needs.streams.values.tolist(), strict=True)):
             stage, number = key
-            seconds = float(self._stream_s[self._nearest(number)][index])
+            seconds = float(self._streamed_s(self._nearest(number))[index])
             if Tier.DEVICE in needs.values[number].tiers:
                 streamed[key] = streamed.get(key, 0.0) + seconds
             else:
@@ -382,6 +373,7 @@ class Placer:
     ) -> Item:
         needs, home = self.needs, self._nearest(number)
         changed, resident = set(needs.changed_at[number]), set(needs.resident_at[number])
+        fetch_s, store_s = self._trip_s(number, home)
         visits = tuple(
             Visit(
                 stage,
@@ -395,8 +387,8 @@ class Placer:
         return Item(
             number=number,
             nbytes=int(needs.nbytes[number]),
-            fetch_s=self._copy_s(number, home, Tier.DEVICE),
-            store_s=self._copy_s(number, Tier.DEVICE, home),
+            fetch_s=fetch_s,
+            store_s=store_s,
             keep=needs.values[number].keep,
             visits=visits,
             used=frozenset(visit.stage for visit in visits),
@@ -483,7 +475,7 @@ class Placer:
         homes |= {number: self.needs.values[number].tiers[0] for number in fixed}
         staging = staging_bytes if others or streamed else 0
         self._check_homes(homes, births, budget, staging)
-        return replace(placement, homes=homes, staging_bytes=staging)
+        return placement.with_homes(homes, staging)
 
     def _home_births(self, placement: Placement, numbers: Sequence[int]) -> Numbers:
         """Return from which stage on each Value has a home; after its death where it never has one."""
@@ -503,10 +495,11 @@ class Placer:
         must = [n for n in need if Tier.DISK not in values[n].tiers]
         may = [n for n in need if Tier.DISK in values[n].tiers and Tier.HOST in values[n].tiers]
         low, high = 0, len(may)
+        middle = high  # often there is room for all of them
         while low < high:
-            middle = (low + high + 1) // 2
             peak = self._home_bytes([*fixed, *must, *may[:middle]], births)
             low, high = (middle, high) if peak <= host_bytes else (low, middle - 1)
+            middle = (low + high + 1) // 2
         never = [n for n in need if Tier.HOST not in values[n].tiers]
         return [*must, *may[:low]], [*may[low:], *never]
 
@@ -527,4 +520,4 @@ class Placer:
 
 
 def _makes_home(step: Step) -> bool:
-    return step.event is Event.STORE or (step.event is Event.CREATE and step.tier is not Tier.DEVICE)
+    return step.event is Event.STORE or (step.event is Event.CREATE and step.at_home)

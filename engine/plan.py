@@ -307,9 +307,8 @@ class Plan:
 
     def buffer_bytes(self, stream: Stream) -> int:
         """Return the device bytes of a stream's buffer, if it comes to need one: its largest piece."""
-        movable = (self.values[name] for name in stream.values if not self.values[name].pinned)
-        pieces = (spec.piece_bytes for value in movable for spec in value.tensors.values())
-        return max(pieces, default=0) if stream.buffered else 0
+        values = [self.values[name] for name in stream.values] if stream.buffered else []
+        return max([value.largest_piece_bytes for value in values if not value.pinned], default=0)
 
     def graph(self) -> nx.DiGraph[str]:
         """Return the stages as a networkx graph; an edge means "must run before", ``values`` on it says why."""

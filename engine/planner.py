@@ -99,6 +99,9 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation: a collection of millions as young ones would begin at once
             gc.enable()
 
 

@@ -53,12 +53,14 @@ class Run:
     """Run a stage; ``buffer_bytes`` are those of its streams, ``workspace_bytes`` its own.
 
     Each of its streams passes through ``slots`` buffers of one piece: with two, the next piece comes while one is used.
+    ``streamed_bytes`` is what comes and goes through them.
     """
 
     stage: str
     workspace_bytes: int
     buffer_bytes: int
     slots: int = 1
+    streamed_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,26 +102,25 @@ def filled_tier(instruction: Instruction) -> Tier | None:
 
 def begin(ledger: Ledger, plan: Plan, instruction: Instruction) -> None:
     """Count what an instruction adds. Raises DoesNotFitError if that is too much."""
-    match instruction:
-        case Create(value=name, tier=tier):
-            ledger.add(tier, name, plan.values[name].nbytes)
-        case Copy(value=name, target=target) if not ledger.has(target, name):
-            ledger.add(target, name, plan.values[name].nbytes)
-        case Run(stage=name):
-            ledger.add(Tier.DEVICE, f"workspace of {name}", instruction.workspace_bytes + instruction.buffer_bytes)
-        case _:
-            pass
+    if isinstance(instruction, Create):
+        ledger.add(instruction.tier, instruction.value, plan.values[instruction.value].nbytes)
+    elif isinstance(instruction, Copy):
+        if not ledger.has(instruction.target, instruction.value):
+            ledger.add(instruction.target, instruction.value, plan.values[instruction.value].nbytes)
+    elif isinstance(instruction, Run):
+        ledger.add(Tier.DEVICE, _workspace_entry(instruction), instruction.workspace_bytes + instruction.buffer_bytes)
 
 
 def end(ledger: Ledger, instruction: Instruction) -> None:
     """Uncount what an instruction leaves behind."""
-    match instruction:
-        case Run(stage=name):
-            ledger.remove(Tier.DEVICE, f"workspace of {name}")
-        case Drop(value=name, tier=tier):
-            ledger.remove(tier, name)
-        case _:
-            pass
+    if isinstance(instruction, Run):
+        ledger.remove(Tier.DEVICE, _workspace_entry(instruction))
+    elif isinstance(instruction, Drop):
+        ledger.remove(instruction.tier, instruction.value)
+
+
+def _workspace_entry(run: Run) -> str:
+    return f"workspace of {run.stage}"
 
 
 def device_floor(plan: Plan) -> tuple[int, Stage]:
@@ -136,13 +137,8 @@ def device_floor(plan: Plan) -> tuple[int, Stage]:
 
 def staging_need(plan: Plan) -> int:
     """Return the host bytes through which Values pass between device and disk: the largest piece of any of them."""
-    pieces = [
-        spec.piece_bytes
-        for value in plan.values.values()
-        if Tier.DISK in value.tiers and not value.provided
-        for spec in value.tensors.values()
-    ]
-    return max(pieces, default=0)
+    through = [value for value in plan.values.values() if Tier.DISK in value.tiers and not value.provided]
+    return max([value.largest_piece_bytes for value in through], default=0)
 
 
 def make_schedule(plan: Plan, budget: Budget, profile: HardwareProfile) -> Schedule:
@@ -215,16 +211,18 @@ def _instructions(placement: Placement) -> Iterator[Instruction]:
         for step in placement.steps_of(number):
             steps[step.stage].append(step)
     here: set[str] = set()
+    streamed_bytes = placement.streamed_bytes.tolist()
     for number, (stage, mine) in enumerate(zip(needs.stages, steps, strict=True)):
         mine.sort(key=_rank)
         for step in (step for step in mine if step.before):
             yield _instruction(needs, placement, step)
-            if step.tier is Tier.DEVICE:
+            if not step.at_home:
                 here.add(needs.names[step.value])
-        yield _run(needs.plan, stage, here, slots=2 if number in placement.doubled else 1)
+        slots = 2 if number in placement.doubled else 1
+        yield _run(needs.plan, stage, here, slots=slots, streamed_bytes=streamed_bytes[number])
         for step in (step for step in mine if not step.before):
             yield _instruction(needs, placement, step)
-            if step.event is Event.DROP and step.tier is Tier.DEVICE:
+            if step.event is Event.DROP and not step.at_home:
                 here.discard(needs.names[step.value])
 
 
@@ -233,24 +231,25 @@ def _rank(step: Step) -> tuple[bool, int, int]:
     taken again."""
     if step.before:
         return (False, 2 * step.alongside + (step.event is Event.FETCH), step.value)
-    makes_room_below = step.event is Event.DROP and step.tier is not Tier.DEVICE
+    makes_room_below = step.event is Event.DROP and step.at_home
     return (True, 0 if makes_room_below else 1 if step.event is Event.STORE else 2, step.value)
 
 
 def _instruction(needs: Needs, placement: Placement, step: Step) -> Instruction:
     name = needs.names[step.value]
+    home = placement.home(step.value)
     match step.event:
         case Event.CREATE:
-            return Create(value=name, tier=step.tier)
+            return Create(value=name, tier=home if step.at_home else Tier.DEVICE)
         case Event.FETCH:
-            return Copy(value=name, source=placement.homes[step.value], target=Tier.DEVICE, alongside=step.alongside)
+            return Copy(value=name, source=home, target=Tier.DEVICE, alongside=step.alongside)
         case Event.STORE:
-            return Copy(value=name, source=Tier.DEVICE, target=step.tier, alongside=step.alongside)
+            return Copy(value=name, source=Tier.DEVICE, target=home, alongside=step.alongside)
         case Event.DROP:
-            return Drop(value=name, tier=step.tier)
+            return Drop(value=name, tier=home if step.at_home else Tier.DEVICE)
 
 
-def _run(plan: Plan, stage: Stage, here: set[str], slots: int) -> Run:
+def _run(plan: Plan, stage: Stage, here: set[str], *, slots: int, streamed_bytes: int) -> Run:
     """Return the instruction that runs a stage; streams whose Values are all ``here`` need no buffer."""
     away = [stream for stream in stage.streams if not here.issuperset(stream.values)]
     return Run(
@@ -258,4 +257,5 @@ def _run(plan: Plan, stage: Stage, here: set[str], slots: int) -> Run:
         workspace_bytes=stage.workspace_bytes,
         buffer_bytes=slots * sum(plan.buffer_bytes(stream) for stream in away),
         slots=slots if away else 1,
+        streamed_bytes=streamed_bytes,
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from engine.budget import Tier
 from engine.hardware import HardwareProfile
-from engine.needs import Touch, touches
+from engine.needs import touches
 from engine.placer import copy_s
 from engine.plan import Plan, Stage, Value
 
@@ -39,7 +39,6 @@ class SimulatedMachine:
         compute_s, transfer_s: seconds of all arithmetic, and of all transfers whether hidden or not.
         waited_s: seconds by which transfers, and the engine waiting for them, made the run longer.
         moved_bytes: by route.
-        where: the tiers that every Value has a copy on; the device first.
     """
 
     plan: Plan
@@ -50,20 +49,31 @@ class SimulatedMachine:
     transfer_s: float = 0.0
     waited_s: float = 0.0
     moved_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    where: dict[str, set[Tier]] = field(default_factory=lambda: defaultdict(set))
+    _here: set[str] = field(default_factory=set)  # Values with a copy on the device
+    _home: dict[str, Tier] = field(default_factory=dict)  # the tier that others are on
+    _known_s: dict[tuple[Tier, Tier, int, int], float] = field(default_factory=dict)
     _alongside_s: float = 0.0
 
     def reserve(self, staging_bytes: int) -> None:
         """Nothing to do: the ledger has counted it."""
 
     def create(self, value: Value, tier: Tier) -> None:
-        self.where[value.name].add(tier)
+        self._put(value.name, tier)
 
     def drop(self, value: Value, tier: Tier) -> None:
-        self.where[value.name].discard(tier)
+        if tier is Tier.DEVICE:
+            self._here.remove(value.name)
+        else:
+            del self._home[value.name]
+
+    def _put(self, name: str, tier: Tier) -> None:
+        if tier is Tier.DEVICE:
+            self._here.add(name)
+        else:
+            self._home[name] = tier
 
     def copy(self, value: Value, source: Tier, target: Tier, *, alongside: bool) -> None:
-        self.where[value.name].add(target)
+        self._put(value.name, target)
         seconds = self._moved(source, target, value.nbytes, copy_s(self.profile, value, source, target))
         if alongside:
             self._alongside_s += seconds
@@ -73,7 +83,7 @@ class SimulatedMachine:
 
     def run(self, stage: Stage, slots: int = 1) -> None:
         compute_s = self.profile.seconds(stage.cost)
-        streamed_s = sum(self._stream(touch) for stream in stage.streams for touch in touches(self.plan, stream))
+        streamed_s = self._streams_s(stage)
         hidden_s, self._alongside_s = self._alongside_s, 0.0
         waited_s = 0.0
         if slots > 1:
@@ -86,20 +96,27 @@ class SimulatedMachine:
         self.compute_s += compute_s
         self.waited_s += seconds - compute_s
 
-    def _stream(self, touch: Touch) -> float:
-        tiers = self.where[touch.value]
-        if Tier.DEVICE in tiers:
-            return 0.0
-        (tier,) = tiers
+    def _streams_s(self, stage: Stage) -> float:
+        """Return the seconds of all pieces that come or go, and count their bytes."""
         seconds = 0.0
-        if touch.in_bytes:
-            seconds += self._transfer(tier, Tier.DEVICE, touch.in_bytes, touch.num_pieces)
-        if touch.out_bytes:
-            seconds += self._transfer(Tier.DEVICE, tier, touch.out_bytes, touch.num_pieces)
+        for stream in stage.streams:
+            if self._here.issuperset(stream.values):
+                continue
+            for name, in_bytes, out_bytes, num_pieces in touches(self.plan, stream):
+                if name not in self._here:
+                    tier = self._home[name]
+                    if in_bytes:
+                        seconds += self._transfer(tier, Tier.DEVICE, in_bytes, num_pieces)
+                    if out_bytes:
+                        seconds += self._transfer(Tier.DEVICE, tier, out_bytes, num_pieces)
         return seconds
 
     def _transfer(self, source: Tier, target: Tier, nbytes: int, num_pieces: int) -> float:
-        return self._moved(source, target, nbytes, self.profile.transfer_s(source, target, nbytes, num_pieces))
+        route = source, target, nbytes, num_pieces
+        seconds = self._known_s.get(route)
+        if seconds is None:
+            seconds = self._known_s[route] = self.profile.transfer_s(*route)
+        return self._moved(source, target, nbytes, seconds)
 
     def _moved(self, source: Tier, target: Tier, nbytes: int, seconds: float) -> float:
         self.moved_bytes[f"{source}->{target}"] += nbytes

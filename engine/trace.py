@@ -17,16 +17,14 @@ given, and nothing is written here.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from engine.budget import Budget, Tier
-from engine.needs import touches
 from engine.plan import Plan
-from engine.schedule import Copy, Create, Drop, Instruction, Run
+from engine.schedule import Copy, Instruction, Run
 
 TICKS_PER_S = 8_000_000
 # Times in a trace are multiples of an eighth of a microsecond: exact as binary fractions of a microsecond, and whole
@@ -125,7 +123,6 @@ class Recording:
         self.samples: dict[str, list[Sample]] = {}
         self._clock = clock
         self._live: dict[Tier, int] = dict.fromkeys(Tier, 0)
-        self._where: dict[str, set[Tier]] = defaultdict(set)
         self._alongside: list[tuple[Copy, dict[Tier, int]]] = []
         self._open: tuple[Instruction, float, dict[Tier, int]] | None = None
         self._measured: tuple[Measured, Measured] | None = None
@@ -139,17 +136,9 @@ class Recording:
 
     def begins(self, instruction: Instruction) -> None:
         """An instruction is about to be carried out; the ledger has counted what it adds."""
-        match instruction:
-            case Create(value=name, tier=tier):
-                self._where[name].add(tier)
-            case Drop(value=name, tier=tier):
-                self._where[name].discard(tier)
-            case Copy(value=name, target=tier, alongside=alongside):
-                self._where[name].add(tier)
-                if alongside:
-                    self._alongside.append((instruction, dict(self._live)))
-                    return
-        if isinstance(instruction, Run | Copy):
+        if isinstance(instruction, Copy) and instruction.alongside:
+            self._alongside.append((instruction, dict(self._live)))
+        elif isinstance(instruction, Run | Copy):
             self._open = (instruction, self._clock(), dict(self._live))
 
     def ends(self, instruction: Instruction) -> None:
@@ -218,17 +207,8 @@ class Recording:
             end_s=end_s,
             planned_bytes=planned_bytes,
             measured_bytes=measured[0] if measured is not None else None,
-            streamed_bytes=self._streamed_bytes(run.stage),
+            streamed_bytes=run.streamed_bytes,
             finished=finished,
-        )
-
-    def _streamed_bytes(self, stage: str) -> int:
-        """Bytes of the stage's streams that are off the device; what is updated comes and goes."""
-        return sum(
-            touch.in_bytes + touch.out_bytes
-            for stream in self.plan.stages[stage].streams
-            for touch in touches(self.plan, stream)
-            if Tier.DEVICE not in self._where[touch.value]
         )
 
     # What can be asked

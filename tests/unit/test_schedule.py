@@ -219,4 +219,4 @@ def test_a_schedule_over_a_smaller_budget_is_stopped_before_the_instruction_that
     machine = SimulatedMachine(plan, SECONDS)
     with pytest.raises(DoesNotFitError, match="b needs 10 B of device, but only 5 B of 15 B are free"):
         drive(plan, make_schedule(plan, unlimited(), SECONDS), budget(15), machine)
-    assert list(machine.where) == ["a"]
+    assert list(machine.stage_s) == ["wa"]
