@@ -19,6 +19,7 @@ from engine.budget import Budget, default_budget, merge_budget, parse_budget
 from engine.errors import DoesNotFitError, EngineError, RunDirectoryError, StageFailedError, UsageError
 from engine.loader import find_plan, parse_settings
 from engine.output import discard, flush_or_discard, only_the_object
+from engine.plain import finite, plain
 from engine.plan import Choices, Plan
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _guarded(arguments: argparse.Namespace) -> int:
         return error.exit_code
     except OSError as error:
         print(f"engine: error: {error}", file=sys.stderr)
-        return StageFailedError.exit_code
+        return StageFailedError.exit_code if getattr(arguments, "started_run", None) else UsageError.exit_code
     except Exception as error:  # not foreseen: exit code 1 would say "audit out of tolerance"
         traceback.print_exc(file=sys.stderr)
         print(f"engine: internal error: {type(error).__name__}: {error}; please report it", file=sys.stderr)
@@ -74,9 +75,7 @@ def _emit(arguments: argparse.Namespace, data: Mapping[str, object], text: Calla
     if not arguments.json:
         print(text(), file=arguments.out)
         return
-    from engine.runtime import finite
-
-    print(json.dumps(finite(data), default=str, allow_nan=False), file=arguments.out)
+    print(json.dumps(finite(data), allow_nan=False), file=arguments.out)
 
 
 def _load(arguments: argparse.Namespace) -> tuple[Plan, bytes]:
@@ -127,7 +126,6 @@ def _write_report(
 ) -> None:
     from engine.pictures.page import report_page
     from engine.run import atomic_write_text
-    from engine.runtime import finite
 
     if arguments.report is not None:
         atomic_write_text(Path(arguments.report), report_page(finite(data), planned, measured))
@@ -413,7 +411,8 @@ def _check_same(record: Any, plan: Plan) -> Choices:
     choices = {name: value for name, value in record.choices.items() if name in plan.ladders}
     chosen = plan.lowered(choices)
     if plan_fingerprint(chosen) != record.fingerprint:
-        changed = [key for key in record.settings if record.settings[key] != _comparable(chosen.settings.get(key))]
+        now = _comparable(chosen.settings)
+        changed = [key for key in record.settings if record.settings[key] != now.get(key)]
         raise RunDirectoryError(
             f"the plan is not the one that the run was started with: {', '.join(changed) or 'its stages'} differ; "
             "bring back what was changed, or execute in a new run directory"
@@ -421,8 +420,9 @@ def _check_same(record: Any, plan: Plan) -> Choices:
     return choices
 
 
-def _comparable(value: object) -> object:
-    return json.loads(json.dumps(value, default=str))
+def _comparable(settings: Mapping[str, object]) -> Any:
+    """Return settings as they are read from a journal."""
+    return json.loads(json.dumps(plain(settings)))
 
 
 _COMMANDS = {

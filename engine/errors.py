@@ -9,9 +9,13 @@ from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of all errors raised on purpose; ``exit_code`` is what the command line returns."""
+    """Base of all errors raised on purpose; ``exit_code`` is what the command line returns.
 
-    exit_code = 1
+    One that is of no class below means that the engine is at odds with itself while a stage runs. Exit code 1 is that
+    of an audit out of its tolerance and of nothing else.
+    """
+
+    exit_code = 5
 
 
 class UsageError(EngineError, ValueError):

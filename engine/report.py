@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import networkx as nx
 
@@ -13,14 +14,16 @@ from engine.pictures.collapse import Picture, alike, collapse
 from engine.pictures.terminal import draw_text
 from engine.plan import Plan
 from engine.planner import Forecast, Offer
-from engine.runtime import Outcome
 from engine.schedule import Copy, Create, filled_tier
 from engine.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from engine.runtime import Outcome
+
 _PEAKS = ("planned_peak_bytes", "measured_peak_bytes")
 
-MOST_NODES, MOST_ROWS = 30, 100
-"""Of a graph and of a table in a terminal; what is alike is joined beyond."""
+MOST_NODES, MOST_ROWS, MOST_CLOSING_ROWS = 30, 100, 12
+"""Of a graph, a table in a terminal, and the stages at the end of a run; what is alike is joined beyond."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, text: Collection[int] = (0,)) -> str:
@@ -92,6 +95,7 @@ def describe_outcome(forecast: Forecast, outcome: Outcome, run: str, comparison:
         "mean reward": metrics.get("reward_mean"),
     }
     lines = [
+        *([describe_commits(outcome.commits, MOST_CLOSING_ROWS)] if outcome.commits else []),
         _peak_table(forecast, outcome),
         _spill_line(forecast),
         *(f"{name}: {value:.6g}" for name, value in figures.items() if isinstance(value, float)),
@@ -181,11 +185,11 @@ def _waits(before: Sequence[str]) -> str:
     return (", ".join(before[:2]) + (f" and {len(before) - 2} more" if len(before) > 2 else "")) or "-"
 
 
-def describe_commits(commits: Sequence[StageCommit]) -> str:
+def describe_commits(commits: Sequence[StageCommit], most_rows: int = MOST_ROWS) -> str:
     """Return the stages that a run has finished, alike ones in one row, or nothing where there are none."""
     by_name = {commit.stage: commit for commit in commits}
     rows = []
-    for label, names in alike(by_name, MOST_ROWS).items():
+    for label, names in alike(by_name, most_rows).items():
         mine = [by_name[name] for name in names]
         seconds = f"{sum(item.wall_s for item in mine):.3f}"
         rows.append([label, str(len(mine)), seconds, *(_planned_and_measured(mine, tier) for tier in Tier)])

@@ -9,7 +9,6 @@ stops the run. Results are in the journal and in ``results/``.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
-from engine.budget import Budget, Tier
+from engine.budget import Tier
 from engine.driver import Observer, drive
 from engine.errors import StageFailedError, UnsupportedModelError, UsageError
 from engine.journal import (
@@ -38,6 +37,7 @@ from engine.journal import (
 from engine.memory import DEVICE, HOST, LiveBytes, keep_freed_memory, peak_rss_bytes, return_freed_memory
 from engine.origin import at
 from engine.own_stage import merge_reports
+from engine.plain import finite, is_plain, plain
 from engine.plan import Plan, Stage, digest, recipe_keys
 from engine.planner import Forecast, peak_bytes_at
 from engine.run import METRICS_FILE, RunDirectory, atomic_write_bytes, atomic_write_text, check_writable
@@ -56,18 +56,26 @@ CHECKSUMS_A_RECORD = 4000
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a finished run reports: ``results`` of its stages and what was measured.
+    """What a finished run reports: ``results`` of its stages and what was measured, by stage in ``commits``.
 
     ``actual_peak_bytes`` is the prediction at the sizes that things turned out to have; None where all were known.
     """
 
     results: dict[str, Any]
     measured_peak_bytes: dict[str, int]
-    stage_peak_bytes: dict[str, tuple[int, int]]
+    commits: list[StageCommit]
     wall_s: float
     stages_run: int
     rss_bytes: int
     actual_peak_bytes: dict[Tier, int] | None = None
+
+    @property
+    def stage_peak_bytes(self) -> dict[str, tuple[int, int]]:
+        """Planned and measured device bytes of every stage."""
+        return {
+            commit.stage: (commit.planned_peak_bytes[DEVICE], commit.measured_peak_bytes[DEVICE])
+            for commit in self.commits
+        }
 
     def as_dict(self) -> dict[str, object]:
         """Return the keys that ``engine execute --json`` adds to those of ``simulate``."""
@@ -88,13 +96,11 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class _Checked:
-    """Observer that sets measured beside planned device bytes of every stage and stops a run that passes them."""
+    """Observer that sets measured beside planned bytes of every stage and stops a run that passes them."""
 
     machine: TorchMachine
-    budget: Budget
     recording: Recording
     overall: dict[str, int] = field(default_factory=lambda: {DEVICE: 0, HOST: 0})
-    stages: dict[str, tuple[int, int]] = field(default_factory=dict)
     last_peak: dict[str, int] = field(default_factory=dict)
 
     def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
@@ -102,19 +108,15 @@ class _Checked:
 
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
         peak = {**self.machine.meter.peak, str(Tier.DISK): self.machine.take_disk_peak()}
-        self.stages[stage.name] = (planned_bytes[Tier.DEVICE], peak[DEVICE])
-        if not _is_plain(self.machine.results):
+        if not is_plain(self.machine.results):
             raise StageFailedError(f"stage {stage.name} reports something other than plain data; use numbers and text")
         self.last_peak = peak
         if peak[DEVICE] - self.machine.meter.live[DEVICE] >= MUCH_FREED_BYTES:
             return_freed_memory()
         self.recording.measured(peak, {**self.machine.meter.live, str(Tier.DISK): self.machine.disk_bytes})
         self._note_peak()
-        for tier, measured, limit in (
-            (Tier.DEVICE, peak[DEVICE], min(planned_bytes[Tier.DEVICE], self.budget.device_bytes)),
-            (Tier.HOST, peak[HOST], min(planned_bytes[Tier.HOST], self.budget.host_bytes)),
-            (Tier.DISK, peak[str(Tier.DISK)], self.budget.disk_bytes),
-        ):
+        for tier, limit in planned_bytes.items():
+            measured = peak[str(tier)]
             if measured > limit:
                 raise StageFailedError(
                     f"stage {stage.name} used {format_bytes(measured)} ({measured} bytes) of the {tier}, more than the "
@@ -146,6 +148,7 @@ class _Journaled:
     machine: TorchMachine
     checked: _Checked
     keys: Mapping[str, str]
+    commits: list[StageCommit] = field(default_factory=list)
     started: float = 0.0
 
     def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
@@ -169,6 +172,7 @@ class _Journaled:
         if stage.durable:
             self.machine.sync(written)
         self.journal.append(record, sync=stage.durable)
+        self.commits.append(record)
 
 
 def plan_fingerprint(plan: Plan) -> str:
@@ -306,36 +310,12 @@ def _plan_record(forecast: Forecast, recipe: Mapping[str, Any]) -> PlanRecord:
     return PlanRecord(
         plan=forecast.plan.name,
         fingerprint=plan_fingerprint(forecast.plan),
-        settings=_plain(forecast.plan.settings),
+        settings=plain(forecast.plan.settings),
         choices=dict(forecast.plan.choices),
         budget_bytes=forecast.budget.as_dict(),
         code_version=engine.CODE_VERSION,
         recipe=dict(recipe),
     )
-
-
-def _plain(data: Mapping[str, object]) -> dict[str, Any]:
-    return {
-        key: _plain(value) if isinstance(value, Mapping) else value if _is_plain(value) else str(value)
-        for key, value in data.items()
-    }
-
-
-def finite(data: Any) -> Any:
-    """Return plain data with None for numbers that JSON can't hold (infinities, not-a-numbers)."""
-    if isinstance(data, Mapping):
-        return {key: finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _uses_disk(forecast: Forecast) -> bool:
@@ -360,7 +340,7 @@ def _drive(
 ) -> Outcome:
     keep_freed_memory()
     keys = recipe_keys(forecast.schedule.stages, engine.CODE_VERSION)
-    checked = _Checked(machine=machine, budget=forecast.budget, recording=recording)
+    checked = _Checked(machine=machine, recording=recording)
     journaled = _Journaled(journal=journal, machine=machine, checked=checked, keys=keys)
     started = time.monotonic()
     with machine.meter:
@@ -370,7 +350,7 @@ def _drive(
     return Outcome(
         results=machine.results,
         measured_peak_bytes={**checked.overall, str(Tier.DISK): machine.disk_peak_bytes},
-        stage_peak_bytes=checked.stages,
+        commits=journaled.commits,
         wall_s=time.monotonic() - started,
         stages_run=len(forecast.schedule.stages),
         rss_bytes=peak_rss_bytes(),

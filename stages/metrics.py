@@ -13,9 +13,9 @@ from typing import Any
 from engine.context import StageContext
 from engine.errors import StageFailedError
 from engine.own_stage import take_reports
+from engine.plain import finite
 from engine.plan import Stage
 from engine.run import METRICS_FILE
-from engine.runtime import finite
 
 
 @dataclass(frozen=True, kw_only=True)

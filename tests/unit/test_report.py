@@ -8,6 +8,7 @@ import pytest
 
 from engine.budget import UNLIMITED_BYTES, Budget, Tier, unlimited
 from engine.hardware import PROFILES
+from engine.journal import StageCommit
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.planner import Forecast, Offer, forecast
 from engine.report import describe_audit, describe_forecast, describe_outcome, describe_plan, spilled, table
@@ -41,7 +42,7 @@ def outcome(**changes: Any) -> Outcome:
     figures: dict[str, Any] = {
         "results": {"loss": 0.5, "grad_norm": 2.0, "checkpoint": "runs/x/results/checkpoint"},
         "measured_peak_bytes": {"device": 2 * KIB, "host": 5 * KIB, "disk": 0},
-        "stage_peak_bytes": {},
+        "commits": [],
         "wall_s": 1.25,
         "stages_run": 3,
         "rss_bytes": 3 * KIB,
@@ -104,6 +105,14 @@ def test_an_outcome_sets_measured_beside_predicted() -> None:
     assert {"loss: 0.5", "grad norm: 2", "as published: 3.0", "checkpoint: runs/x/results/checkpoint"} <= set(lines)
     assert "took 1.2 s; resident memory of the process at most 3.00 KiB" in lines
     assert lines[-1].startswith("run: runs/x")
+
+
+def test_an_outcome_begins_with_planned_and_measured_bytes_of_its_stages() -> None:
+    planned, measured = ({"device": size, "host": 0, "disk": 0} for size in (2 * KIB, KIB))
+    commit = StageCommit(stage="work", key="k", planned_peak_bytes=planned, measured_peak_bytes=measured, wall_s=0.5)
+    lines = describe_outcome(spilling(small()), outcome(commits=[commit]), "runs/x", {}).splitlines()
+    assert lines[0].split()[:3] == ["stages", "how", "many"]
+    assert lines[1].split() == ["work", "1", "0.500", "2.00", "KiB", "/", "1.00", "KiB", "-", "-"]
 
 
 def test_an_outcome_that_measured_where_nothing_was_predicted_shows_no_ratio() -> None:

@@ -277,6 +277,19 @@ def test_a_stage_that_uses_one_byte_more_than_planned_stops_the_run_with_both_fi
     assert raised.value.exit_code == 5
 
 
+def test_a_stage_that_writes_more_to_the_disk_than_planned_stops_the_run_whatever_the_budget(tmp_path: Path) -> None:
+    plan = Plan(name="files")
+    spec = TensorSpec(shape=(100,), dtype="uint8")
+    plan.value(Value(name="file", tensors={"t": spec}, tiers=(Tier.DISK,), provided=True, keep=True))
+
+    def save(context: StageContext) -> None:
+        context.provide("file", disk_bytes=101)
+
+    plan.add(Stage(name="save", kind="work", run=save, writes=("file",)))
+    with pytest.raises(StageFailedError, match=r"101 bytes\) of the disk, more than the 100 B \(100 bytes\) planned"):
+        run(plan, tmp_path / "run")
+
+
 def test_a_stage_that_was_stopped_for_its_bytes_is_not_committed(tmp_path: Path) -> None:
     with pytest.raises(StageFailedError):
         run(work_plan(use_a_byte_more, workspace_bytes=200), tmp_path / "run")
