@@ -111,9 +111,9 @@ def calibrate(
 
 
 def observe(plan: Plan, folder: Path, rounds: int, clock: Clock) -> list[Observation]:
-    """Execute a plan ``rounds`` times in new folders and return its stages but those that make what they write.
+    """Execute a plan ``rounds`` times in new folders and return its stages but those that load weights.
 
-    Those load weights and write files, at rates that are no price of work.
+    Models that were made to be measured draw them, which no price of work is about.
     """
     planned = forecast(plan, _ROOMY, PROFILES["cpu"])
     fastest: dict[str, float] = {}
@@ -125,8 +125,13 @@ def observe(plan: Plan, folder: Path, rounds: int, clock: Clock) -> list[Observa
     return [
         Observation(name=stage.name, cost=stage.cost, seconds=fastest[stage.name])
         for stage in planned.schedule.stages
-        if not any(planned.plan.values[name].provided for name in stage.writes)
+        if not any(_is_loaded(planned.plan.values[name]) for name in stage.writes)
     ]
+
+
+def _is_loaded(value: Value) -> bool:
+    """Return whether a Value is what a stage makes on the device by itself, as models are."""
+    return value.provided and Tier.DISK not in value.tiers
 
 
 # Transfers

@@ -23,8 +23,16 @@ from engine.plan import Cost
 
 Numbers = npt.NDArray[np.float64]
 
-FITTED = ("flops", "attention_flops", "attention_backward_flops", "attention_scores", "moved_bytes", "num_kernels")
-# Kinds whose prices stages tell; the rates of files are measured by themselves.
+FITTED = (
+    "flops",
+    "attention_flops",
+    "attention_backward_flops",
+    "attention_scores",
+    "moved_bytes",
+    "written_bytes",
+    "num_kernels",
+)
+# Kinds whose prices stages tell; what transfers take is measured by itself.
 _STAGE = len(FITTED)
 # The column of the price of a stage.
 _KNOWN_WEIGHT = 0.01
@@ -63,6 +71,7 @@ _FIELDS = {
     "attention_backward_flops": "attention_backward_flops_per_s",
     "attention_scores": "attention_scores_per_s",
     "moved_bytes": "memory_bytes_per_s",
+    "written_bytes": "saved_bytes_per_s",
     "num_kernels": "kernel_s",
 }
 

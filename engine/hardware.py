@@ -4,7 +4,8 @@ The model is a price list. Every kind of work in a `Cost` has a rate, every oper
 the time of a stage is their sum: kernels run one after another, each limited by arithmetic or by memory. Small matrix
 products are slow without further ado, since their weights count as traffic: R rows reach half of the peak where
 R = flops_per_s * item_bytes / (2 * memory_bytes_per_s). Transfers between tiers take bytes over bandwidth and a price
-for each piece; of what a stage transfers while it computes, the part ``overlap`` is hidden.
+for each piece; of what a stage transfers while it computes, the part ``overlap`` is hidden. Files that a stage reads
+by itself cross disk and link as pieces do; those that it writes are durable before it ends, at a rate of its own.
 
 The sum makes times monotone (more work never takes less) and rates measurable: a least-squares fit of stages that
 were run gives them (`engine.calibrate`). Rates are those that programs reach, in the dtype that is usual on the
@@ -36,6 +37,7 @@ class HardwareProfile:
         kernel_s: price of an operator, ``stage_s`` of a stage.
         host_link_bytes_per_s: between device and host, in either direction.
         copy_s: price of a piece that moves between device and host, ``file_s`` of one that moves to or from disk.
+        saved_bytes_per_s: of files that stages write themselves, with all that makes them durable.
         overlap: how much of the shorter of compute and transfer is hidden behind the longer, from 0 to 1.
     """
 
@@ -52,6 +54,7 @@ class HardwareProfile:
     disk_read_bytes_per_s: float
     disk_write_bytes_per_s: float
     file_s: float
+    saved_bytes_per_s: float
     overlap: float
 
     def prices(self) -> dict[str, float]:
@@ -62,8 +65,8 @@ class HardwareProfile:
             "attention_backward_flops": 1.0 / self.attention_backward_flops_per_s,
             "attention_scores": 1.0 / self.attention_scores_per_s,
             "moved_bytes": 1.0 / self.memory_bytes_per_s,
-            "read_bytes": 1.0 / self.disk_read_bytes_per_s,
-            "written_bytes": 1.0 / self.disk_write_bytes_per_s,
+            "read_bytes": 1.0 / self.disk_read_bytes_per_s + 1.0 / self.host_link_bytes_per_s,
+            "written_bytes": 1.0 / self.saved_bytes_per_s,
             "num_kernels": self.kernel_s,
         }
 
@@ -120,6 +123,7 @@ def _accelerator(
         disk_read_bytes_per_s=5e9,  # assumed: one good NVMe drive
         disk_write_bytes_per_s=3e9,
         file_s=2e-4,
+        saved_bytes_per_s=1e9,
         overlap=0.9,  # copy engines work beside the multiprocessors, and share their memory's bandwidth
     )
 
@@ -133,7 +137,7 @@ PROFILES = {
             name="cpu", flops_per_s=1.5e11, attention_flops_per_s=1.6e11, attention_backward_flops_per_s=2.5e11,
             attention_scores_per_s=4e9, memory_bytes_per_s=1e10, kernel_s=1.1e-5, stage_s=6e-4,
             host_link_bytes_per_s=1e10, copy_s=2e-5, disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9,
-            file_s=2e-4, overlap=0.5,
+            file_s=2e-4, saved_bytes_per_s=5e8, overlap=0.5,
         ),
         # NVIDIA A100 80GB data sheet: 312 TFLOP/s, 2,039 GB/s, PCIe 4.0 x16 (32 GB/s a direction).
         _accelerator(

@@ -29,6 +29,7 @@ ROUND = HardwareProfile(
     disk_read_bytes_per_s=4.0,
     disk_write_bytes_per_s=2.0,
     file_s=0.5,
+    saved_bytes_per_s=4.0,
     overlap=0.75,
 )
 DEVICE, HOST, DISK = Tier
@@ -42,7 +43,7 @@ NUMBERS = {item.name: st.floats(0, 1e18) for item in fields(Cost)}
         (Cost(flops=300.0), 4.0),
         (Cost(attention_flops=300.0, attention_backward_flops=50.0, attention_scores=40.0), 11.0),
         (Cost(moved_bytes=50.0), 6.0),
-        (Cost(read_bytes=8.0, written_bytes=8.0), 7.0),
+        (Cost(read_bytes=8.0, written_bytes=8.0), 6.0),
         (Cost(flops=300.0, moved_bytes=10.0, num_kernels=2), 9.0),
     ],
 )

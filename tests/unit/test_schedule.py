@@ -40,6 +40,7 @@ SECONDS = HardwareProfile(
     disk_read_bytes_per_s=5.0,
     disk_write_bytes_per_s=5.0,
     file_s=0.0,
+    saved_bytes_per_s=5.0,
     overlap=1.0,
 )
 
