@@ -253,8 +253,8 @@ def _lane(copy: Copy) -> Lane:
 def chrome_trace(recordings: Iterable[Recording]) -> str:
     """Return recordings as one trace, each a process with the same lanes and counters.
 
-    Counters ``device``, ``host`` and ``disk`` are the ledger's bytes after each change. A real run has ``device
-    measured`` and ``host measured`` too: each stage's measured peak while it ran, and what was live after it.
+    Counters ``device``, ``host`` and ``disk`` are the ledger's bytes after each change. A real run has a counter such
+    as ``device measured`` beside each: every stage's measured peak while it ran, and what was live after it.
     """
     recordings = list(recordings)
     events = ",\n".join(

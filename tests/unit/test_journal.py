@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import struct
+from dataclasses import fields
 from pathlib import Path
 
 import google_crc32c
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine import journal
 from engine.errors import RunDirectoryError, StageFailedError, UsageError
 from engine.journal import (
     MAX_PAYLOAD_BYTES,
@@ -409,3 +412,11 @@ def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path / "journal")
     journal.close()
     journal.close()
+
+
+def test_the_documented_journal_is_this_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "run-directory.md").read_text()
+    assert f'"magic": "{journal.MAGIC}", "version": {journal.VERSION}' in page
+    rows = re.findall(r"^\| `(\w+)` \| [^|]* \| (`\w+`(?:, `\w+`)*) \|$", page, re.MULTILINE)
+    documented = {tag: re.findall(r"\w+", names) for tag, names in rows}
+    assert documented == {tag: [item.name for item in fields(cls)] for tag, cls in journal._CLASS_BY_TAG.items()}
