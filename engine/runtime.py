@@ -107,7 +107,7 @@ class _Checked:
         self._note_peak()
 
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
-        peak = {**self.machine.meter.peak, str(Tier.DISK): self.machine.take_disk_peak()}
+        peak = {**self.machine.meter.peak, str(Tier.DISK): self.machine.stage_disk_peak_bytes}
         if not is_plain(self.machine.results):
             raise StageFailedError(f"stage {stage.name} reports something other than plain data; use numbers and text")
         self.last_peak = peak

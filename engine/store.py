@@ -29,6 +29,7 @@ deletes every other chunk. Threads may write and read different chunks at once. 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import threading
@@ -213,8 +214,13 @@ class Store:
         Raises:
             UsageError: there is no such array.
         """
-        sync_files([f"{self._root}/{key}" for key in self.checksums(name)])
-        self._sync_names(self._root / name)
+        chunks = [f"{self._root}/{key}" for key in self.checksums(name)]
+        array, outside = self._root / name, {self._root.parent, *self._synced}
+        new = list(itertools.takewhile(lambda folder: folder not in outside, (array, *array.parents)))
+        sync_files([*chunks, *(f"{folder}/{METADATA}" for folder in new)])
+        for folder in (array, *(folder.parent for folder in new)):
+            sync_directory(folder)
+        self._synced.update(new)
 
     def read_chunk(self, name: str, index: Index, out: Array) -> None:
         """Fill ``out`` with chunk ``index`` of ``name`` and check it. After an error ``out`` holds garbage.
@@ -305,18 +311,6 @@ class Store:
         with self._lock:
             self._nbytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._nbytes)
-
-    def _sync_names(self, array: Path) -> None:
-        """Make the names in an array's folder durable, with all that leads to it and is not durable yet."""
-        new = []
-        for folder in (array, *array.parents):
-            if folder != self._root.parent and folder not in self._synced:
-                sync_files([f"{folder}/{METADATA}"])
-                new.append(folder)
-            sync_directory(folder)
-            if folder not in new:
-                break
-        self._synced.update(new)
 
 
 def _outer_names(name: str) -> Iterator[str]:

@@ -16,7 +16,8 @@ Invariants:
 - The thread begins with the first job of a stage and ends with the stage, whichever way that ends.
 
 Buffers and Values are allocated by the stage's thread; the porter's thread copies with numpy, which neither allocates
-tensors nor starts threads for large copies.
+tensors nor starts threads for large copies. A slot keeps the views of its buffer: every new one is seen by the counter
+of bytes, which takes longer than making it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -125,10 +126,15 @@ class Slot:
     place: Place | None = None
     job: Job | None = None
     fetching: bool = False
+    _views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
 
     def view(self, spec: TensorSpec) -> torch.Tensor:
         """Return the buffer as one piece of a tensor like ``spec``."""
-        return self.buffer[: spec.piece_bytes].view(torch_dtype(spec.dtype)).view(spec.piece_shape)
+        kind = spec.dtype, spec.piece_shape
+        if kind not in self._views:
+            flat = self.buffer[: spec.piece_bytes].view(torch_dtype(spec.dtype))
+            self._views[kind] = flat.view(spec.piece_shape)
+        return self._views[kind]
 
     def expect(self, place: Place, job: Job) -> None:
         self.place, self.job, self.fetching = place, job, True

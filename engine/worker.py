@@ -133,6 +133,7 @@ class TorchMachine:
                 copy.result()
 
     def run(self, stage: Stage, slots: int = 1) -> None:
+        self._stage_disk_peak_bytes = self.disk_bytes  # what was there before, and is dropped now, is not the stage's
         try:
             with self._copies_alongside(), StageContext(self, stage, slots) as context:
                 stage.run(context)
@@ -180,10 +181,10 @@ class TorchMachine:
         self._stage_disk_peak_bytes = max(self._stage_disk_peak_bytes, self.disk_bytes)
         self.disk_peak_bytes = max(self.disk_peak_bytes, self.disk_bytes)
 
-    def take_disk_peak(self) -> int:
-        """Return the most bytes that were on disk since the last call."""
-        peak, self._stage_disk_peak_bytes = self._stage_disk_peak_bytes, self.disk_bytes
-        return peak
+    @property
+    def stage_disk_peak_bytes(self) -> int:
+        """The most bytes that were on disk since the last stage began."""
+        return self._stage_disk_peak_bytes
 
     def take_written(self) -> dict[str, dict[str, int]]:
         """Return the checksums of the chunks written to disk since the last call, by Value."""

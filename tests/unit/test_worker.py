@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -419,3 +420,17 @@ def test_what_a_durable_stage_puts_on_the_disk_is_durable_before_its_commit_is(
     assert [name for name in in_store if "/c." in name] == (["store/b/t/c.1.0.0.0"] if durable else [])
     if durable:
         assert "journal.msgpack" in synced[synced.index(in_store[-1]) :]
+
+
+def test_the_disk_bytes_of_a_stage_are_those_since_it_began_and_the_peak_is_of_all(tmp_path: Path) -> None:
+    machine, context = machine_with(Tier.DISK, tmp_path)
+    piece_bytes, value = PAGES.nbytes // 3, machine.plan.values["p"]
+    for index in range(3):
+        context.write_rows("p", index, 0, rows(1, 4))
+    machine.run(machine.plan.stages["s"])
+    assert machine.stage_disk_peak_bytes == 3 * piece_bytes
+    machine.drop(value, Tier.DISK)
+    machine.create(value, Tier.DISK)
+    machine.run(replace(machine.plan.stages["s"], run=lambda context: context.write_rows("p", 0, 0, rows(1, 4))))
+    assert machine.stage_disk_peak_bytes == piece_bytes
+    assert machine.disk_peak_bytes == 3 * piece_bytes
