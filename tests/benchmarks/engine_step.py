@@ -23,7 +23,8 @@ from engine.budget import default_budget
 from engine.hardware import load_profile
 from engine.plan import Stage, Tap
 from engine.planner import Forecast, forecast
-from engine.runtime import Outcome, execute
+from engine.runtime import Outcome, execute, new_recording
+from engine.trace import Lane, Recording
 from models.policy import PolicySource
 from stages import Group, GrpoSettings, GrpoSpace, names
 
@@ -34,13 +35,30 @@ NORM_BLOCK_ELEMENTS = 1 << 20
 GRADIENTS = names.gradients(names.update_prefix(0, 0, 1))
 
 
+_SCHEDULED = Path("/proc/thread-self/schedstat")
+# On Linux: nanoseconds that a thread ran, and that it was ready but had no core.
+
+
+def not_waited_s() -> float:
+    """Return the seconds of this thread in which it ran, or would have if it had had a core."""
+    if not _SCHEDULED.exists():
+        return time.thread_time()
+    ran_ns, ready_ns, _ = map(int, _SCHEDULED.read_text().split())
+    return (ran_ns + ready_ns) / 1e9
+
+
 @dataclass(kw_only=True)
 class StageClock:
-    """Observer that knows the seconds of every kind of stage, and those since the load stage ended."""
+    """Observer that knows the seconds of every kind of stage, and those since the load stage ended.
+
+    ``thread_s`` are those of the thread that runs stages in which it did not wait, since then.
+    """
 
     started_s: float = 0.0
     began_s: float = 0.0
     ended_s: float = 0.0
+    thread_s: float = 0.0
+    _thread_started_s: float = 0.0
     kinds_s: dict[str, float] = field(default_factory=dict)
 
     def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
@@ -49,8 +67,9 @@ class StageClock:
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
         self.ended_s = time.perf_counter()
         if stage.kind == "load":
-            self.started_s = self.ended_s
+            self.started_s, self._thread_started_s = self.ended_s, not_waited_s()
         else:
+            self.thread_s = not_waited_s() - self._thread_started_s
             self.kinds_s[stage.kind] = self.kinds_s.get(stage.kind, 0.0) + self.ended_s - self.began_s
 
     @property
@@ -77,10 +96,16 @@ class GradientNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step took. ``kinds_s`` are the seconds of every kind of stage; what is missing to ``seconds`` are
-    copies between stages, the journal and the loop. Equal ``grad_crc32c`` are equal bits."""
+    """What one step took.
+
+    ``kinds_s`` are the seconds of every kind of stage; what is missing to ``seconds`` are copies between stages
+    (``copies_s``), the journal and the loop. ``thread_s`` are those in which the thread that runs stages did not
+    wait for anything but a core. Equal ``grad_crc32c`` are equal bits.
+    """
 
     seconds: float
+    thread_s: float
+    copies_s: float
     kinds_s: Mapping[str, float]
     grad_norm: float
     grad_crc32c: int
@@ -123,13 +148,28 @@ def run_step(planned: Forecast, folder: Path | None = None) -> Step:
     taps["norm"] = Tap(after=taps["gradients"].after, run=norm)
     with tempfile.TemporaryDirectory(prefix="longstraw-bench-", dir=folder) as inside:
         run = Path(inside) / "run"
-        outcome = execute(planned, run, wanted={"norm": str(Path(inside) / "norm")}, observers=[clock])
+        recording = new_recording(planned)
+        wanted = {"norm": str(Path(inside) / "norm")}
+        outcome = execute(planned, run, wanted=wanted, observers=[clock], recording=recording)
     return Step(
         seconds=clock.seconds - norm.seconds,
+        thread_s=clock.thread_s - norm.seconds,
+        copies_s=copies_alone_s(recording),
         kinds_s=clock.kinds_s,
         grad_norm=norm.norm,
         grad_crc32c=norm.crc32c,
         outcome=outcome,
+    )
+
+
+def copies_alone_s(recording: Recording) -> float:
+    """Return the seconds of copies between tiers that no stage ran beside."""
+    stages = [span for span in recording.spans if span.lane is Lane.WORKER]
+    copies = [span for span in recording.spans if span.lane is not Lane.WORKER]
+    return sum(
+        copy.seconds
+        for copy in copies
+        if not any(stage.begin_s < copy.end_s and copy.begin_s < stage.end_s for stage in stages)
     )
 
 

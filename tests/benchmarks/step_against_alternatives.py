@@ -40,7 +40,7 @@ from stages import Group, find_policy, parse_group
 from tests.benchmarks.engine_step import fixed_bytes, norm_of, plan_step, roomy_budget, run_step, step_space
 from tests.benchmarks.machine import heading, machine, markdown, mib
 from tests.benchmarks.peers import Dense, Packed, Peer, load_peer_model
-from tests.benchmarks.time_spent import time_spent
+from tests.benchmarks.profiled import time_spent
 
 PROMPT_TOKENS = (2048, 4096)
 RESPONSE_TOKENS = 64
@@ -175,7 +175,7 @@ def engine_time_spent(
     """Run the engine's step once under torch's profiler and return its seconds by where they went."""
     space = step_space(benchmark_policy(), benchmark_group(prompt_tokens, group_size), fixed)
     planned = plan_step(space, roomy_budget(limit_bytes))
-    return time_spent(lambda: run_step(planned).seconds)
+    return time_spent(lambda: run_step(planned))
 
 
 # In the process that asks for it

@@ -1,48 +1,41 @@
-"""Where a step's time goes, by torch's profiler: operators by kind, autograd, and what is left.
+"""Where the time of the step goes that `tests.benchmarks.step_against_alternatives` measures, as a table.
 
-Every event's *self* time is its own without that of what it calls. What no event covers is Python (of the stages, of
-the engine, of the counter of live bytes) and waiting for files. The profiler itself takes time for every operator, so
-these are shares of a profiled run and not times of a free one.
+    python -m tests.benchmarks.time_spent
+    python -m tests.benchmarks.time_spent --prompt-tokens 256 --group-size 2 --set chunk_tokens=128
+
+The step runs once within the machine's default budget, or within ``--device-bytes``. What the rows mean is said in
+`tests.benchmarks.profiled`. Run it on an idle machine: what has to wait for a core takes as much longer.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
+import argparse
+from collections.abc import Mapping, Sequence
 
-from torch.profiler import ProfilerActivity, profile
-
-KINDS = {
-    "matrix products": ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm"),
-    "attention": ("_flash_attention", "_scaled_dot_product"),
-    "copies and fills": ("copy_", "clone", "cat", "zero_", "fill_", "_to_copy", "zeros", "contiguous"),
-}
-AUTOGRAD, OTHER, LEFT = "autograd's own", "other operators", "Python and waiting"
+from engine.units import parse_bytes
+from tests.benchmarks.machine import heading, markdown
+from tests.benchmarks.step_against_alternatives import RESPONSE_TOKENS, choice, engine_time_spent
 
 
-def time_spent(work: Callable[[], float]) -> dict[str, float]:
-    """Do the work and return its seconds by where they went; they add up to the whole.
-
-    ``work`` returns the seconds that count: they end with its last operator, and what came before them is left out.
-    """
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        seconds = work()
-    events = recorded.events()
-    begin_us = max(event.time_range.end for event in events) - seconds * 1e6
-    spent: Counter[str] = Counter()
-    for event in (event for event in events if event.time_range.start >= begin_us):
-        spent[kind_of(event)] += event.self_cpu_time_total / 1e6
-    return {**dict(spent.most_common()), LEFT: seconds - spent.total()}
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Where the time of one exact GRPO step goes.")
+    parser.add_argument("--prompt-tokens", type=int, default=2048, metavar="N")
+    parser.add_argument("--group-size", type=int, default=8, metavar="G")
+    parser.add_argument("--device-bytes", type=parse_bytes, metavar="SIZE", help="a device budget, as 2GiB")
+    parser.add_argument("--set", type=choice, action="append", default=[], metavar="NAME=N", help="fix a choice")
+    options = parser.parse_args(arguments)
+    spent = engine_time_spent(options.prompt_tokens, options.group_size, dict(options.set), options.device_bytes)
+    work = f"SmolLM2-135M, float32: {options.prompt_tokens} prompt tokens, {options.group_size} x {RESPONSE_TOKENS}"
+    print(heading(work), shares(spent), sep="\n\n")
 
 
-def kind_of(event: Any) -> str:
-    """Return what an event's self time is spent on."""
-    name = str(event.name)
-    if name.startswith("autograd::") or not name.startswith("aten::"):
-        return AUTOGRAD
-    operator = name.removeprefix("aten::")
-    for kind, names in KINDS.items():
-        if operator in names or (kind == "attention" and any(part in operator for part in names)):
-            return kind
-    return OTHER
+def shares(spent: Mapping[str, float]) -> str:
+    """Return a table of seconds and shares."""
+    total_s = sum(spent.values())
+    rows = [[kind, f"{seconds:.2f}", f"{seconds / total_s:.1%}"] for kind, seconds in spent.items()]
+    return markdown(["where the time goes, profiled", "s", "share"], [*rows, ["all", f"{total_s:.2f}", "100 %"]])
+
+
+if __name__ == "__main__":
+    main()
