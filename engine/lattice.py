@@ -11,6 +11,7 @@ Invariant: the lattice depends on the plan alone and never on a budget. This mod
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from engine.plan import Choices
@@ -74,12 +75,15 @@ def _path(
 
 
 class Frontier:
-    """Places that are still to be looked at, by the least seconds that they can take; none comes twice."""
+    """Places that are still to be looked at, by the least seconds that they can take; none comes twice.
 
-    def __init__(self, sizes: Place) -> None:
-        self._sizes = sizes
+    ``least_s`` tells these of a place: infinite for one that is not to be looked at, nor what is behind it.
+    """
+
+    def __init__(self, sizes: Place, least_s: Callable[[Place], float]) -> None:
+        self._sizes, self._least_s = sizes, least_s
         start = (0,) * len(sizes)
-        self._heap: list[tuple[float, Place]] = [(0.0, start)]
+        self._heap: list[tuple[float, Place]] = [(least_s(start), start)]
         self._seen = {start}
 
     def pop(self) -> tuple[float, Place] | None:
@@ -95,4 +99,5 @@ class Frontier:
             further = (*place[:axis], place[axis] + 1, *place[axis + 1 :])
             if further[axis] < self._sizes[axis] and further not in self._seen:
                 self._seen.add(further)
-                self.push(least_s, further)
+                if (own_s := self._least_s(further)) < math.inf:
+                    self.push(max(least_s, own_s), further)

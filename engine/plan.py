@@ -71,15 +71,26 @@ _SMALL_PIECE_BYTES, _MANY_PIECES = 4 * KIB, 1024
 class ChoiceSpace(Protocol):
     """The plans that one plan could have been: the same work under other choices.
 
-    Every choice has a ladder of values. Down a ladder, the plan's compute time does not fall.
+    Every choice has a ladder of values. Down a ladder, the plan's compute time does not fall. Combinations that are
+    not declared are not looked at, and neither are those that are further down the ladders.
     """
 
     @property
     def ladders(self) -> Mapping[str, Sequence[int]]:
         """Every choice's values, from the fastest to the slowest."""
 
+    def declares(self, choices: Choices) -> bool:
+        """Return whether a combination of values from the ladders is one that the planner may choose."""
+
+    def least_cost(self, choices: Choices) -> tuple[Cost, int]:
+        """Return what all stages of ``sketch(choices)`` cost together at least, and how many they are at least."""
+
     def leanest(self) -> Sequence[Choices]:
-        """Return choices among which those are that need the fewest device bytes of all."""
+        """Return choices among which those are that need the fewest device bytes of all that are declared."""
+
+    @property
+    def hindrance(self) -> str | None:
+        """Why the plan could not be leaner by taking the model in parts; None if it could, or has no model."""
 
     @property
     def gradual(self) -> Collection[str]:
@@ -272,6 +283,10 @@ class Plan:
         if self.space is None or self._has_additions():
             return self.lowered(choices)
         return self.space.outline(choices)
+
+    def added_stages(self) -> list[Stage]:
+        """Return the stages that were added since the plan was handed over."""
+        return [] if self._own is None else list(self.stages.values())[self._own[0] :]
 
     def _has_additions(self) -> bool:
         return self._own is not None and self._own != (len(self.stages), len(self.values))

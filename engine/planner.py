@@ -17,6 +17,7 @@ Plans that repeat steps are judged by a sketch that has each kind of step once.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,12 +27,12 @@ from engine.budget import Budget, Tier
 from engine.driver import drive
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
-from engine.lattice import Frontier, Lattice
+from engine.lattice import Frontier, Lattice, Place
 from engine.needs import needs_of
 from engine.origin import at
 from engine.placement import Placement
 from engine.placer import Placer
-from engine.plan import ActualSizes, Choices, Plan, Stage
+from engine.plan import ActualSizes, Choices, ChoiceSpace, Plan, Stage
 from engine.schedule import Run, Schedule, best_placement, device_floor, write_down
 from engine.simulated import SimulatedMachine, Uncounted
 from engine.trace import PREDICTED, Recording
@@ -165,7 +166,7 @@ class Planner:
         """Return the fastest choices within ``budget``. Raises DoesNotFitError as `forecast` does."""
         self._check_smallest(budget)
         lattice, best = self._lattice, None
-        frontier = Frontier(lattice.sizes)
+        frontier = Frontier(lattice.sizes, self._least_s)
         refused: list[tuple[Choices, DoesNotFitError]] = []
         while (item := frontier.pop()) is not None and (best is None or item[0] < best.seconds):
             (least_s, place), choices = item, lattice.choices(item[1])
@@ -181,6 +182,16 @@ class Planner:
             best = self._better(best, sketch, budget, refused)
             frontier.push_further(least_s, place, lattice.every_axis)
         return best or self._leanest_that_fits(budget, refused)
+
+    def _least_s(self, place: Place) -> float:
+        """Return the least seconds of the choices at a place of the lattice; infinite where they are not declared."""
+        space, choices = self.plan.space, self._lattice.choices(place)
+        if space is None:
+            return 0.0
+        if not space.declares(choices):
+            return math.inf
+        cost, num_stages = space.least_cost(choices)
+        return self.profile.seconds(cost) + (num_stages - 1) * self.profile.stage_s
 
     def _leanest_that_fits(self, budget: Budget, refused: list[tuple[Choices, DoesNotFitError]]) -> Found:
         """Return the fastest of the leanest choices, where nothing in the lattice fits. Raises DoesNotFitError."""
@@ -299,7 +310,7 @@ class Planner:
         if nbytes > budget.device_bytes:
             whole = self.plan.lowered(choices)
             need, stage = device_floor(whole)
-            refusal = _refusal(stage, need, budget, has_choices=self.plan.space is not None)
+            refusal = _refusal(stage, need, budget, self.plan.space)
             raise DoesNotFitError(refusal, report=self._report(whole, stage.name, budget))
 
     def _report(self, plan: Plan, binding_stage: str, budget: Budget) -> dict[str, object]:
@@ -356,11 +367,12 @@ def _none_fits(refused: Sequence[tuple[Choices, DoesNotFitError]]) -> DoesNotFit
     return DoesNotFitError(f"{first} (with {told}; {others})", report=first.report)
 
 
-def _refusal(stage: Stage, need: int, budget: Budget, *, has_choices: bool) -> str:
+def _refusal(stage: Stage, need: int, budget: Budget, space: ChoiceSpace | None) -> str:
     where = at(stage.origin) if stage.declared_bytes is not None else ""  # a stage of a person's own
-    smallest = " at the smallest choices" if has_choices else ""
+    smallest = "" if space is None else " at the smallest choices"
+    whole = "" if space is None or space.hindrance is None else f"; the model has to be there whole: {space.hindrance}"
     return (
         f"does not fit: stage {stage.name} needs {format_bytes(need)} ({need} bytes) on the device{smallest}, "
         f"the budget has {format_bytes(budget.device_bytes)} ({budget.device_bytes} bytes); "
-        f"give --budget device={need} or more, or a smaller plan{where}"
+        f"give --budget device={need} or more, or a smaller plan{where}{whole}"
     )

@@ -122,7 +122,7 @@ class Geometry:
             num_kernels=whole * _BACKWARD_KERNELS_A_LAYER + state_only * _BACKWARD_KERNELS_A_STATE_LAYER,
         )
 
-    def _attention_cost(self, *, pairs: float, rows: int, prefix_tokens: int, pages: int, layers: int) -> Cost:
+    def _attention_cost(self, *, pairs: float, rows: int, prefix_tokens: float, pages: float, layers: int) -> Cost:
         """Return the cost of attention where ``pairs`` of query and key meet in each head of ``layers`` layers."""
         page_bytes = 2 * prefix_tokens * self.key_dim * self.item_bytes
         return Cost(
@@ -132,7 +132,7 @@ class Geometry:
             num_kernels=float(layers * pages * _KERNELS_A_PAGE),
         )
 
-    def _attention_derivative_cost(self, *, pairs: float, rows: int, prefix_tokens: int, pages: int) -> Cost:
+    def _attention_derivative_cost(self, *, pairs: float, rows: int, prefix_tokens: float, pages: float) -> Cost:
         """Return what a layer's attention costs in the backward."""
         page_bytes = 2 * prefix_tokens * self.key_dim * (2 * self.item_bytes + 3 * self.wide_bytes)
         return Cost(
@@ -145,7 +145,7 @@ class Geometry:
     # Stages
 
     def forward_cost(
-        self, *, rows: int, tokens: int, prefix_tokens: int, pages: int, through_last: bool = True
+        self, *, rows: int, tokens: int, prefix_tokens: float, pages: float, through_last: bool = True
     ) -> Cost:
         """Return the cost of evaluating ``rows`` rows of chunks of ``tokens`` tokens behind a prefix.
 
@@ -162,28 +162,29 @@ class Geometry:
         *,
         rows: int,
         tokens: int,
-        prefix_tokens: int,
-        pages: int,
+        prefix_tokens: float,
+        pages: float,
         through_last: bool = True,
-        forwards: int = 2,
-        attention_forwards: int = 2,
+        again: int,
+        recalls_attention: bool,
     ) -> Cost:
         """Return the cost of a recomputed backward.
 
-        ``forwards`` is 2, or 1 where the layers' inputs were kept; ``attention_forwards`` how often attention runs
-        forward, which is not at all where its results were kept too.
+        Before it, ``again`` layers run forward for the inputs of the layers behind them, which were not kept. With
+        ``recalls_attention`` the results of attention were kept.
         """
         whole = self.layers if through_last else self.layers - 1
         pairs = rows * (prefix_tokens + tokens / 2)
-        inputs = self._layers_cost(rows, whole=whole, state_only=0).times(forwards - 1)
-        again = self._layers_cost(rows, whole=whole, state_only=self.layers - whole)
+        inputs = self._layers_cost(rows, whole=again, state_only=0)
+        recomputed = self._layers_cost(rows, whole=whole, state_only=self.layers - whole)
         derivative = self._derivative_cost(rows, whole=whole, state_only=self.layers - whole)
+        layers = again + (0 if recalls_attention else whole)
         attention = self._attention_cost(
-            pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages, layers=whole
-        ).times(attention_forwards)
+            pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages, layers=layers
+        )
         backward = self._attention_derivative_cost(pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages)
         fixed = Cost(num_kernels=_KERNELS_A_CHUNK + _BACKWARD_KERNELS_A_CHUNK)
-        return inputs + again + derivative + attention + backward.times(whole) + fixed
+        return inputs + recomputed + derivative + attention + backward.times(whole) + fixed
 
     def decode_cost(self, *, branches: int, steps: int, prefix_tokens: int, pages: int) -> Cost:
         """Return the cost of decoding ``steps`` tokens of each branch one by one, with a choice from the head each.

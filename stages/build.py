@@ -22,14 +22,14 @@ from engine.plan import ActualSizes, Choices, Cost, Plan, Stage, Stream, Tap, Va
 from engine.tensors import dtype_name
 from models.dense import HEAD_GRADIENT
 from models.float64 import accumulation_dtype
-from models.geometry import geometry, state_layout
+from models.geometry import state_layout
 from stages import checkpoint, names, shard_files
 from stages.build_step import StepBuilder
 from stages.files import file_value
 from stages.lower import Lowering
 from stages.optimizer import check_stage, load_stage, restore_stage, save_shards_stage, save_stage
 from stages.optimizer_file import MASTER
-from stages.spans import cut_model, flat_value
+from stages.spans import flat_value
 from stages.step_record import ROLLOUTS_FOLDER
 
 if TYPE_CHECKING:
@@ -37,19 +37,15 @@ if TYPE_CHECKING:
 
 
 class RunBuilder:
-    """Lowers the ``steps`` of a run, by number, under given choices."""
+    """Lowers the ``steps`` of a run, by number, under given choices; an outline has each kind of layer span once."""
 
-    def __init__(self, space: GrpoSpace, choices: Choices, steps: Sequence[int]) -> None:
+    def __init__(self, space: GrpoSpace, choices: Choices, steps: Sequence[int], *, is_outline: bool = False) -> None:
         self.steps = steps
         self.space, self.settings, self.policy, self.choices = space, space.settings, space.policy, choices
         self.parameters = space.estimator.parameters()
         self.tied = HEAD_GRADIENT not in self.parameters
-        self.cut = cut_model(
-            self.parameters,
-            num_layers=int(space.policy.config.num_hidden_layers),
-            num_spans=choices["layer_spans"],
-            tied=self.tied,
-        )
+        whole = space.cut(choices["layer_spans"])
+        self.cut = whole.outline() if is_outline else whole
         self.wide = accumulation_dtype(self.settings.dtype)
         self.plan = Plan(
             name=space.name,
@@ -58,11 +54,8 @@ class RunBuilder:
             space=space,
             notes=[*self._weights_notes(), *self._length_notes(), *self._group_notes()],
         )
-        self.sizes = geometry(
-            self.policy.config,
-            layer_parameters=sum(spec.num_elements for name, spec in self.parameters.items() if ".layers." in name),
-            dtype=self.settings.dtype,
-        )
+        self.sizes = space.sizes
+        self.costs = space.chunk_costs(choices)
         self.layout = state_layout(self.sizes, dtype=self.settings.dtype, page_tokens=self.settings.page_tokens)
         self.lowerings: list[Lowering] = []
         self.optimizer = self.space.optimizer_state(self.parameters, kept=self._keeps_optimizer())

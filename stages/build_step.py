@@ -84,6 +84,7 @@ class StepBuilder:
             plan=self.plan,
             update=update,
             sizes=run.sizes,
+            costs=run.costs,
             layout=run.layout,
             head=HeadOptions(
                 temperature=float(self.settings.temperature),

@@ -15,7 +15,6 @@ sweep      backward   yes                         no
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from engine.context import StageContext
-from engine.plan import TensorSpec, digest
+from engine.plan import TensorSpec
 from models.chunk import backward_chunk, forward_chunk
 from models.dense import EMBEDDING_GRADIENT, HEAD_GRADIENT
 from models.float64 import lifted_casts
@@ -34,7 +33,7 @@ from stages.optimizer import OptimizerState
 from stages.sampled import read_responses
 from stages.spans import EMBEDDING, Span, attached
 from stages.state import Column, PagedPrefix, Visible, page_runs, read_cotangent, write_state
-from stages.tree import Batch, Chunk, Responses, Sampled
+from stages.tree import Batch, Chunk, Responses
 
 ENTRY = "hidden"
 # The tensor of a hidden state between spans, and of its cotangent: [branches * tokens, hidden size].
@@ -122,7 +121,7 @@ class ChunkWork:
             if hidden is not None and self.span.is_last:
                 self._score(context, model, batch, hidden)
             elif hidden is not None:
-                following = context.tensors(names.entry(self.name, self.span.index + 1))
+                following = context.tensors(names.entry(self.name, self.span.next_index))
                 following[ENTRY].copy_(hidden.flatten(0, 1))
 
     def _score(self, context: StageContext, model: Any, batch: Batch, hidden_BSC: torch.Tensor) -> None:
@@ -191,7 +190,7 @@ class ChunkWork:
     def config(self) -> dict[str, object]:
         """Return what decides the result besides the inputs, for the recipe key."""
         return {
-            "tokens": [self._content(node.content) for node in self.chunk.nodes],
+            "tokens": self.chunk.contents,
             "span": [self.chunk.start, self.chunk.stop],
             "position": self.chunk.first_position,
             "visible": page_runs(self.visible),
@@ -199,13 +198,6 @@ class ChunkWork:
             "head_rows": self.head.block_rows,
             "layers": [self.span.layers.start, self.span.layers.stop],
         }
-
-    def _content(self, content: Any) -> list[object]:
-        if isinstance(content, Sampled):
-            return [content.response, content.opening_id, content.max_tokens]
-        inputs = content.inputs[self.chunk.start : self.chunk.stop]
-        scored = slice(*(bisect_left(content.rows, edge) for edge in (self.chunk.start, self.chunk.stop)))
-        return [digest(inputs), digest([list(content.rows[scored]), list(content.targets[scored])])]
 
     @property
     def _has_cotangents(self) -> bool:
@@ -227,7 +219,7 @@ class ChunkWork:
         """Return the cotangent of the hidden state with which the chunk leaves the span; None behind the last one."""
         if self.span.is_last:
             return None
-        return self._branches(context.tensors(names.entry_cotangent(self.name, self.span.index + 1))[ENTRY])
+        return self._branches(context.tensors(names.entry_cotangent(self.name, self.span.next_index))[ENTRY])
 
     def _branches(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.view(len(self.chunk.nodes), -1, rows.shape[1])

@@ -57,7 +57,7 @@ class Estimator:
         largest = max(spec.nbytes for spec in self.parameters().values())
         meter = LiveBytes()
         with meter:
-            meter.adopt(self._tensors())
+            meter.adopt(self._tensors)
             entry = meter.live[DEVICE]
             try:
                 walk_logits(self._model.model)
@@ -77,8 +77,13 @@ class Estimator:
         kind = self._model.hf.config.model_type
         return UnsupportedModelError(f"model type {kind!r} is refused: its layers don't run one by one ({error})")
 
+    @cached_property
     def _tensors(self) -> list[torch.Tensor]:
         return [*self._model.hf.parameters(), *self._model.hf.buffers()]
+
+    def known_workspace_bytes(self, shape: Hashable) -> int | None:
+        """Return the device bytes of a stage of a shape that was traced before; None if none was."""
+        return self._known.get(shape)
 
     def workspace_bytes(self, shape: Hashable, stage: Stage, plan: Plan) -> int:
         """Return the device bytes that ``stage`` needs beyond its Values and buffers.
@@ -97,7 +102,7 @@ class Estimator:
             for name in dict.fromkeys(stage.uses()):
                 machine.create(plan.values[name], Tier.DEVICE)
             machine.held[names.WEIGHTS].item = self._model
-            meter.adopt(self._tensors())  # or their views would count as new
+            meter.adopt(self._tensors)  # or their views would count as new
             entry = meter.live[DEVICE]
             meter.restart_peak()
             try:

@@ -10,14 +10,17 @@ the order of every sum is a property of the plan and not of the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engine.budget import Tier
+from engine.origin import caller_origin
 from engine.plan import Cost, Plan, Stage, Stream, TensorSpec, Value, movable
 from models.geometry import Geometry, StateLayout
 from stages import names
 from stages.compute import ENTRY, ChunkWork, HeadOptions
+from stages.costs import ChunkCosts
 from stages.estimate import Estimator
 from stages.kept import kept_inputs
 from stages.optimizer import OptimizerState
@@ -42,6 +45,7 @@ class Lowering:
     plan: Plan
     update: str
     sizes: Geometry
+    costs: ChunkCosts
     layout: StateLayout
     head: HeadOptions
     estimator: Estimator
@@ -54,10 +58,13 @@ class Lowering:
     shards: Mapping[str, OptimizerState]
     head_apart: bool
     lookup_apart: bool
+    origin: str = field(default_factory=caller_origin)
     works: list[ChunkWork] = field(default_factory=list)
     sampled: list[tuple[Stage, ChunkWork]] = field(default_factory=list)
     _states: dict[tuple[str, int], Visible] = field(default_factory=dict)
     _prompts: set[str] = field(default_factory=set)
+    _chunks: dict[tuple[str, ...], list[Chunk]] = field(default_factory=dict)
+    _known_costs: dict[Hashable, Cost] = field(default_factory=dict)
 
     def forward_prompt(self, tree: Node, span: Span) -> Visible:
         """Add the forward stages of a tree's root, where ``stop-prompt`` stops the gradient; return its state."""
@@ -71,7 +78,7 @@ class Lowering:
 
     def _forward_own(self, nodes: tuple[Node, ...], path: Visible, span: Span) -> Visible:
         """Add the forward stages of a node (or of a wave of sibling leaves); return its own state."""
-        chunks = chunks_of(nodes, self.chunk_tokens)
+        chunks = self._chunks_of(nodes)
         state = self._states[nodes[0].name, span.index] = whole(self._declare_columns(nodes, chunks, span))
         for chunk in chunks:
             self._forward_chunk(self._work(chunk, path, state, span, backward=False))
@@ -79,13 +86,20 @@ class Lowering:
 
     def backward(self, nodes: tuple[Node, ...], span: Span, path: Visible = ()) -> None:
         """Add the backward stages of everything below a node, then of its own chunks from last to first."""
-        chunks = chunks_of(nodes, self.chunk_tokens)
+        chunks = self._chunks_of(nodes)
         state = self._states[nodes[0].name, span.index]
         for wave in self._waves(nodes):
             self.backward(wave, span, path + state)
         for chunk in reversed(chunks):
             if self._is_differentiated(chunk):
                 self._backward_chunk(self._work(chunk, path, state, span, backward=True))
+
+    def _chunks_of(self, nodes: tuple[Node, ...]) -> list[Chunk]:
+        """Return a node's chunks, which are the same in every span and in the backward."""
+        key = tuple(node.name for node in nodes)
+        if key not in self._chunks:
+            self._chunks[key] = chunks_of(nodes, self.chunk_tokens)
+        return self._chunks[key]
 
     def _waves(self, nodes: tuple[Node, ...]) -> list[tuple[Node, ...]]:
         return waves_of(nodes[0].children, chunk_tokens=self.chunk_tokens, branches_at_once=self.branches_at_once)
@@ -131,12 +145,12 @@ class Lowering:
     def _forward_chunk(self, work: ChunkWork) -> None:
         writes: tuple[str, ...] = ()
         if not work.span.is_last:
-            writes = (self._declare_between(names.entry(work.name, work.span.index + 1), work),)
+            writes = (self._declare_between(names.entry(work.name, work.span.next_index), work),)
         elif work.scores_rows:
             self.works.append(work)
             writes = (names.scores(work.name),)
             for name in (names.scores(work.name), names.derivatives(work.name)):
-                self.plan.value(Value(name=name, tensors=work.score_tensors, tiers=VECTOR_TIERS))
+                self.plan.value(Value(name=name, tensors=work.score_tensors, tiers=VECTOR_TIERS, origin=self.origin))
         streams = [Stream(values=_names_of(work.visible))]
         if work.own:
             streams.append(Stream(values=tuple(column.state for column in work.own), updates=True, buffered=False))
@@ -145,23 +159,21 @@ class Lowering:
                 self.plan.value(value)
             streams.append(work.kept.written())
         self._add(
-            Stage(
-                name=f"{'score' if work.max_rows else 'prefill'} {work.span.of(work.name)}",
-                kind="score" if work.max_rows else "prefill",
-                run=work.forward,
-                config=work.config(),
-                reads=(*self._weights(work), *work.chunk.rollouts),
-                writes=writes,
-                streams=tuple(stream for stream in streams if stream.values),
-                cost=self._cost(work, backward=False),
-            ),
             work,
+            name=f"{'score' if work.max_rows else 'prefill'} {work.span.of(work.name)}",
+            kind="score" if work.max_rows else "prefill",
+            run=work.forward,
+            config=work.config(),
+            reads=(*self._weights(work), *work.chunk.rollouts),
+            writes=writes,
+            streams=tuple(stream for stream in streams if stream.values),
+            cost=self._cost(work, backward=False),
         )
 
     def _declare_between(self, name: str, work: ChunkWork) -> str:
         """Declare what a chunk hands from span to span, a hidden state or its cotangent; return its name."""
         shape = (len(work.chunk.nodes) * work.chunk.max_tokens, self.sizes.hidden)
-        value = movable(name, {ENTRY: TensorSpec(shape=shape, dtype=self.layout.dtype)})
+        value = movable(name, {ENTRY: TensorSpec(shape=shape, dtype=self.layout.dtype)}, origin=self.origin)
         tiers = tuple(dict.fromkeys((Tier.DEVICE, *self.state_tiers)))  # it is on the device while stages use it
         self.plan.value(replace(value, tiers=tuple(tier for tier in value.tiers if tier in tiers)))
         return name
@@ -198,47 +210,53 @@ class Lowering:
         )
         span, reads = work.span, [*self._weights(work), *work.chunk.rollouts]
         if not span.is_last:
-            reads.append(names.entry_cotangent(work.name, span.index + 1))
+            reads.append(names.entry_cotangent(work.name, span.next_index))
         elif work.max_rows:
             reads.append(names.derivatives(work.name))
         if span.is_first and names.lookup_ids(self.update) in self.plan.values:
             reads.append(names.lookup_ids(self.update))
         given = names.entry_cotangent(work.name, span.index)
         self._add(
-            Stage(
-                name=f"{'replay' if work.max_rows else 'sweep'} {span.of(work.name)}",
-                kind="replay" if work.max_rows else "sweep",
-                run=work.backward,
-                config=work.config(),
-                reads=tuple(reads),
-                updates=self._accumulators(work),
-                writes=() if span.is_first else (self._declare_between(given, work),),
-                streams=tuple(stream for stream in streams if stream.values),
-                cost=self._cost(work, backward=True),
-            ),
             work,
+            name=f"{'replay' if work.max_rows else 'sweep'} {span.of(work.name)}",
+            kind="replay" if work.max_rows else "sweep",
+            run=work.backward,
+            config=work.config(),
+            reads=tuple(reads),
+            updates=self._accumulators(work),
+            writes=() if span.is_first else (self._declare_between(given, work),),
+            streams=tuple(stream for stream in streams if stream.values),
+            cost=self._cost(work, backward=True),
         )
 
-    def _add(self, stage: Stage, work: ChunkWork) -> None:
-        self.plan.add(replace(stage, workspace_bytes=self.workspace_bytes(stage, work)))
+    def _add(self, work: ChunkWork, *, kind: str, **parts: Any) -> None:
+        """Add a stage; it is made twice where its workspace has to be found first."""
+        known = self.estimator.known_workspace_bytes(self._shape(kind, work))
+        stage = Stage(kind=kind, workspace_bytes=known or 0, origin=self.origin, **parts)
+        if known is None:
+            stage = replace(stage, workspace_bytes=self.workspace_bytes(stage, work))
+        self.plan.add(stage)
         if work.chunk.rollouts:
             self.sampled.append((stage, work))
 
     def workspace_bytes(self, stage: Stage, work: ChunkWork) -> int:
         """Return the device bytes that a stage needs beyond its Values and buffers."""
-        longest = max((min(tokens, column.page_tokens) for column, tokens in work.visible), default=0)
-        shape = (
-            stage.kind,
+        return self.estimator.workspace_bytes(self._shape(stage.kind, work), stage, self.plan)
+
+    def _shape(self, kind: str, work: ChunkWork) -> Hashable:
+        """Return what decides the workspace of a chunk's stage."""
+        backward = kind in ("replay", "sweep")
+        longest = max([min(tokens, column.page_tokens) for column, tokens in work.visible], default=0)
+        return (
+            kind,
             len(work.chunk.nodes),
             work.chunk.max_tokens,
-            longest if stage.kind in ("replay", "sweep") else bool(longest),
+            longest if backward else bool(longest),
             len(work.own),
-            work.max_rows if work.span.is_last else 0,
+            (work.max_rows, self.head) if work.scores_rows else None,
             (len(work.span.layers), work.span.is_first, work.span.is_last),
-            self.head,
             self.stored_inputs if work.kept is not None else 0,
         )
-        return self.estimator.workspace_bytes(shape, stage, self.plan)
 
     def workspace_at(self, lengths: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Return the workspace that stages of sampled tokens need, by name, where responses have ``lengths``."""
@@ -253,31 +271,14 @@ class Lowering:
             found[stage.name] = self.workspace_bytes(replace(stage, run=run), known)
         return found
 
-    def _sizes_of(self, span: Span) -> Geometry:
-        """Return the sizes of a span's layers, which are alike."""
-        share = self.sizes.layer_parameters * len(span.layers) // span.num_layers
-        return replace(self.sizes, layers=len(span.layers), layer_parameters=share)
-
     def _cost(self, work: ChunkWork, *, backward: bool) -> Cost:
-        rows = len(work.chunk.nodes) * work.chunk.max_tokens
-        tokens, through_last = work.chunk.max_tokens, bool(work.max_rows) or not work.span.is_last
-        prefix_tokens, pages = work.chunk.first_position, num_pages(work.visible)
-        head_rows, sizes = work.max_rows if work.span.is_last else 0, self._sizes_of(work.span)
-        head = sizes.head_cost(rows=head_rows, backward=backward, block_rows=self.head.block_rows)
-        if not backward:
-            return head + sizes.forward_cost(
-                rows=rows, tokens=tokens, prefix_tokens=prefix_tokens, pages=pages, through_last=through_last
-            )
-        forwards = 2 if work.kept is None else 1
-        return head + sizes.backward_cost(
-            rows=rows,
-            tokens=tokens,
-            prefix_tokens=prefix_tokens,
-            pages=pages,
-            through_last=through_last,
-            forwards=forwards,
-            attention_forwards=0 if work.kept is not None and work.kept.attention is not None else forwards,
-        )
+        """Return the cost of a chunk in a span; spans of as many layers have the same, but for the last one."""
+        key = (work.name, len(work.span.layers), work.span.is_last, backward)
+        if key not in self._known_costs:
+            cost = self.costs.backward if backward else self.costs.forward
+            prefix_tokens, pages = work.chunk.first_position, num_pages(work.visible)
+            self._known_costs[key] = cost(work.chunk, work.span, prefix_tokens=prefix_tokens, pages=pages)
+        return self._known_costs[key]
 
 
 def _names_of(visible: Visible) -> tuple[str, ...]:

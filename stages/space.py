@@ -19,11 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import UsageError
-from engine.plan import Choices, Plan, Stage, TensorSpec, digest
+from engine.origin import at
+from engine.plan import Choices, Cost, Plan, Stage, TensorSpec, digest
+from models.dense import HEAD_GRADIENT
+from models.geometry import Geometry, geometry
 from models.policy import PolicySource
 from stages import names
 from stages.advantages import GroupAdvantages, group_advantages
 from stages.build import RunBuilder
+from stages.costs import ChunkCosts, StepCosts
 from stages.estimate import Estimator
 from stages.groups import Group, Prompt, StepGroup, group_data, prompt_ids
 from stages.kept import STORED_INPUTS_LADDER
@@ -34,6 +38,7 @@ from stages.optimizer import OptimizerState
 from stages.optimizer_file import read_optimizer_file
 from stages.rewards import SampledGroup
 from stages.settings import GrpoSettings, RolloutSettings
+from stages.spans import Cut, cut_model
 from stages.step_record import SampledSizes
 from stages.tree import Node, group_tree, sampled_tree
 
@@ -44,8 +49,14 @@ LARGEST_CHUNK_TOKENS = 8192
 
 HEAD_ROWS_LADDER = (256, 64, 16)
 
+MOST_SPANS_OF_CHUNKS = 2**11
+# Pairs of a layer span and a chunk, each of which is some stages: a plan of so many is made in some seconds.
+
 _LEAST_PERIODS = 3
 # Of a prompt in an outline: its first and its last chunks see fewer pages, and those between see as many as need be.
+
+CHUNK_KINDS = ("prefill", "score", "replay", "sweep")
+"""Stages that evaluate a chunk."""
 
 _LEVERS = {
     "prefill": ("chunk_tokens", "stored_inputs", "layer_spans"),
@@ -62,6 +73,9 @@ class GrpoSpace:
     """The plans of one GRPO run under all choices; see `engine.plan.ChoiceSpace`.
 
     ``steps`` are the groups of every step; ``rollout`` says how responses are made where a group is a `Prompt`.
+
+    The declared choices are all combinations of the ladders' values but those of layer spans with chunks so short that
+    there were more than `MOST_SPANS_OF_CHUNKS` pairs of both.
     """
 
     name: str
@@ -75,6 +89,7 @@ class GrpoSpace:
     _outlines: dict[int, GrpoSpace] = field(default_factory=dict, init=False)
     _optimizer: OptimizerState | None = field(default=None, init=False)
     _loss_bytes: dict[Hashable, int] = field(default_factory=dict, init=False)
+    _cuts: dict[int, Cut] = field(default_factory=dict, init=False)
 
     @cached_property
     def estimator(self) -> Estimator:
@@ -148,6 +163,52 @@ class GrpoSpace:
             ]
             for groups in self.steps
         ]
+
+    @cached_property
+    def sizes(self) -> Geometry:
+        """What planning knows of the model."""
+        parameters = self.estimator.parameters()
+        return geometry(
+            self.policy.config,
+            layer_parameters=sum(spec.num_elements for name, spec in parameters.items() if ".layers." in name),
+            dtype=self.settings.dtype,
+        )
+
+    def cut(self, num_spans: int) -> Cut:
+        """Return the model's cut into so many layer spans."""
+        if num_spans not in self._cuts:
+            parameters = self.estimator.parameters()
+            layers, tied = int(self.policy.config.num_hidden_layers), HEAD_GRADIENT not in parameters
+            self._cuts[num_spans] = cut_model(parameters, num_layers=layers, num_spans=num_spans, tied=tied)
+        return self._cuts[num_spans]
+
+    def chunk_costs(self, choices: Choices) -> ChunkCosts:
+        """Return what chunks cost under ``choices``."""
+        return ChunkCosts(sizes=self.sizes, head_rows=choices["head_rows"], stored_inputs=choices["stored_inputs"])
+
+    def least_cost(self, choices: Choices) -> tuple[Cost, int]:
+        """See `engine.plan.ChoiceSpace`. Stages without chunks cost no less than under the fastest choices."""
+        costs = StepCosts(
+            costs=self.chunk_costs(choices),
+            spans=self.cut(choices["layer_spans"]).spans,
+            chunk_tokens=choices["chunk_tokens"],
+            branches_at_once=choices["branches_at_once"],
+            page_tokens=self.settings.page_tokens,
+            exact=self.settings.gradient == "exact",
+        )
+        total, number = self._other_cost
+        for step in self._unlike_steps:
+            cost, stages = costs.total([tree for _, tree in self.trees(step, "")])
+            total += cost.times(self.settings.epochs_per_step)
+            number += stages * self.settings.epochs_per_step
+        return total, number
+
+    @cached_property
+    def _other_cost(self) -> tuple[Cost, int]:
+        """The cost of the stages of a sketch that evaluate no chunk, under the fastest choices, and their number."""
+        fastest = self.sketch(self.first())
+        others = [stage.cost for stage in fastest.stages.values() if stage.kind not in CHUNK_KINDS]
+        return sum(others, Cost()), len(others)
 
     def optimizer_state(self, parameters: Mapping[str, TensorSpec], *, kept: bool) -> OptimizerState:
         """Return the optimizer's state that the run keeps; its file is read once, for its sizes."""
@@ -248,9 +309,29 @@ class GrpoSpace:
         """Return how many positions are evaluated at most: the longest prompt with the longest response of a step."""
         return max(prompt + response for prompt, response, _, _ in self._shapes)
 
-    @cached_property
+    @property
     def ladders(self) -> dict[str, tuple[int, ...]]:
         """Every choice's values from the fastest to the leanest."""
+        if self._user_of_the_model is not None and "layer_spans" not in self.settings.fixed:
+            return {**self._ladders, "layer_spans": (1,)}
+        return self._ladders
+
+    @property
+    def _user_of_the_model(self) -> Stage | None:
+        """A stage of a person's own that uses the model or its gradients, which it knows whole."""
+        added = (stage for plan in self._lowered.values() for stage in plan.added_stages())
+        return next((stage for stage in added if _uses_model(stage)), None)
+
+    @property
+    def hindrance(self) -> str | None:
+        """See `engine.plan.ChoiceSpace`: why the model can't be brought to the device in parts."""
+        user = self._user_of_the_model
+        if self._ladders["layer_spans"][-1] > 1 and user is not None:
+            return f"stage {user.name} uses it or its gradients{at(user.origin)}"
+        return self.why_whole
+
+    @cached_property
+    def _ladders(self) -> dict[str, tuple[int, ...]]:
         prompts, responses, most, rows = zip(*self._shapes, strict=True)
         longest = max(*prompts, *responses)
         chunks = [LARGEST_CHUNK_TOKENS]
@@ -272,33 +353,56 @@ class GrpoSpace:
         return {key: (self.settings.fixed[key],) if key in self.settings.fixed else ladders[key] for key in ladders}
 
     def _span_ladder(self) -> tuple[int, ...]:
-        """Layer spans are taken where they are asked for."""
+        """The whole model, or a span for every layer: spans of several layers need more bytes for as much time."""
         layers = int(self.policy.config.num_hidden_layers)
         wanted = self.settings.fixed.get("layer_spans", 1)
         if wanted > layers:
             raise UsageError(f"layer_spans={wanted} is more than the {layers} layers of the policy")
         if wanted > 1 and self.why_whole is not None:
             raise UsageError(f"layer_spans={wanted} can't be: {self.why_whole}; set it to 1")
-        return (wanted,)
+        return (1,) if self.why_whole is not None else tuple(dict.fromkeys((1, layers)))
+
+    def declares(self, choices: Choices) -> bool:
+        """Return whether choices from the ladders are among the declared ones."""
+        spans, chunk_tokens = choices["layer_spans"], choices["chunk_tokens"]
+        if spans == 1 or len(self.ladders["chunk_tokens"]) == 1:
+            return True
+        num_chunks = max(sum(-(-tokens // chunk_tokens) for tokens in nodes) for nodes in self._node_tokens)
+        return spans * num_chunks <= MOST_SPANS_OF_CHUNKS
+
+    @cached_property
+    def _node_tokens(self) -> list[list[int]]:
+        """How many tokens every node of each step's trees has, at most."""
+        trees = ([tree for _, tree in self.trees(step, "")] for step in range(len(self.steps)))
+        return [[node.max_inputs for tree in found for node in (tree, *tree.children)] for found in trees]
 
     def first(self) -> Choices:
         return {key: ladder[0] for key, ladder in self.ladders.items()}
 
     def leanest(self) -> list[Choices]:
-        """Everything at its leanest, longer chunks as far as they cut fewer responses, and inputs stored or not.
+        """Everything at its leanest, longer chunks where they cut fewer responses, inputs stored or not, spans or not.
 
         Fewer branches, fewer rows and shorter chunks never need more, but for one case: a response that is cut has
-        state of its own between its parts. Stored inputs take the place of workspace, at the price of a buffer.
+        state of its own between its parts. Stored inputs take the place of workspace, at the price of a buffer. Spans
+        need less where a layer is larger than the hidden state of a chunk, which they hand on.
         """
         leanest = {key: ladder[-1] for key, ladder in self.ladders.items()}
-        longest_leaf = max(responses for _, responses, _, _ in self._shapes)
-        chunks = self.ladders["chunk_tokens"][::-1]
-        kept = [tokens for shorter, tokens in pairwise(chunks) if longest_leaf > shorter]
         return [
-            {**leanest, "chunk_tokens": tokens, "stored_inputs": stored}
-            for tokens in (chunks[0], *kept)
+            {**leanest, "chunk_tokens": tokens, "stored_inputs": stored, "layer_spans": spans}
+            for spans in self.ladders["layer_spans"]
+            for tokens in self._leanest_chunks(spans)
             for stored in self.ladders["stored_inputs"]
         ]
+
+    def _leanest_chunks(self, spans: int) -> list[int]:
+        """Return the shortest chunks that are declared with so many spans, and longer ones that cut fewer responses."""
+        longest_leaf = max(responses for _, responses, _, _ in self._shapes)
+        declared = [
+            tokens
+            for tokens in reversed(self.ladders["chunk_tokens"])
+            if self.declares({"chunk_tokens": tokens, "layer_spans": spans})
+        ]
+        return declared[:1] + [tokens for shorter, tokens in pairwise(declared) if longest_leaf > shorter]
 
     def levers(self, stage: Stage) -> tuple[str, ...]:
         return _LEVERS.get(stage.kind, tuple(self.ladders))
@@ -315,7 +419,8 @@ class GrpoSpace:
 
     def outline(self, choices: Choices) -> Plan:
         """See `engine.plan.ChoiceSpace`. Chunks in the middle of a prompt need what their neighbours do."""
-        return self._with_short_prompts(choices["chunk_tokens"]).sketch(choices)
+        short = self._with_short_prompts(choices["chunk_tokens"])
+        return short._build(choices, short._unlike_steps, is_outline=True)
 
     def _with_short_prompts(self, chunk_tokens: int) -> GrpoSpace:
         """Return a run of each kind of step once, with prompts that end alike but have few chunks and pages."""
@@ -330,10 +435,10 @@ class GrpoSpace:
             self._outlines[chunk_tokens] = short
         return self._outlines[chunk_tokens]
 
-    def _build(self, choices: Choices, steps: Sequence[int]) -> Plan:
-        key = (tuple(sorted(choices.items())), len(steps))
+    def _build(self, choices: Choices, steps: Sequence[int], *, is_outline: bool = False) -> Plan:
+        key = (tuple(sorted(choices.items())), len(steps), is_outline)
         if key not in self._lowered:
-            self._lowered[key] = RunBuilder(self, choices, steps).build()
+            self._lowered[key] = RunBuilder(self, choices, steps, is_outline=is_outline).build()
         return self._lowered[key]
 
     @cached_property
@@ -347,6 +452,10 @@ class GrpoSpace:
             lengths = tuple(len(group.token_ids) for group in groups if isinstance(group, Prompt))
             first.setdefault(lengths if len(lengths) == len(groups) else step, step)
         return sorted({*first.values(), len(self.steps) - 1})
+
+
+def _uses_model(stage: Stage) -> bool:
+    return any(name == names.WEIGHTS or "gradients" in name.split("/") for name in stage.uses())
 
 
 def _shortened(group: StepGroup, period: int) -> StepGroup:

@@ -15,10 +15,11 @@ Invariant: every parameter's gradient is the same sum in the same order as with 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,11 +38,12 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Layers ``layers`` of a model of ``num_layers``; number ``index`` of the spans."""
+    """Layers ``layers`` of a model of ``num_layers``; number ``index`` of the spans, before number ``next_index``."""
 
     index: int
     layers: range
     num_layers: int
+    next_index: int
 
     @property
     def is_first(self) -> bool:
@@ -80,6 +82,22 @@ class Cut:
     def is_tied(self) -> bool:
         return EMBEDDING in self.shards
 
+    def outline(self) -> Cut:
+        """Return the cut with each kind of span once: the others need the same bytes of the device as one of them."""
+        kinds: dict[Hashable, Span] = {}
+        for span in self.spans:
+            kinds.setdefault((span.is_first, span.is_last, len(span.layers), self._sizes_of(span)), span)
+        kept = list(kinds.values())
+        followed = [replace(span, next_index=after.index) for span, after in pairwise(kept)]
+        shards = {EMBEDDING, *(span.shard for span in kept)}
+        return Cut(
+            spans=(*followed, kept[-1]),
+            shards={name: parameters for name, parameters in self.shards.items() if name in shards},
+        )
+
+    def _sizes_of(self, span: Span) -> Hashable:
+        return tuple((spec.shape, spec.dtype) for spec in self.shards.get(span.shard, {}).values())
+
     def shards_of(self, span: Span, *, with_head: bool) -> tuple[str, ...]:
         """Return the shards that a stage of a span needs; ``with_head`` if it has scored rows."""
         if self.is_whole:
@@ -91,7 +109,7 @@ class Cut:
 def cut_model(parameters: Mapping[str, TensorSpec], *, num_layers: int, num_spans: int, tied: bool) -> Cut:
     """Cut a model into spans of about equal bytes, each of at least one layer."""
     if num_spans == 1:
-        return Cut(spans=(Span(index=0, layers=range(num_layers), num_layers=num_layers),), shards={})
+        return Cut(spans=(Span(index=0, layers=range(num_layers), num_layers=num_layers, next_index=1),), shards={})
     layer_of = {name: int(found[1]) for name in parameters if (found := _LAYER.search(name))}
     ends = {name: 0 if name == EMBEDDING_GRADIENT else num_layers - 1 for name in parameters}
     apart = {EMBEDDING_GRADIENT} if tied else set()
@@ -101,7 +119,7 @@ def cut_model(parameters: Mapping[str, TensorSpec], *, num_layers: int, num_span
     spans, start = [], 0
     for index in range(num_spans):
         stop = _stop(nbytes, start, num_spans - index)
-        spans.append(Span(index=index, layers=range(start, stop), num_layers=num_layers))
+        spans.append(Span(index=index, layers=range(start, stop), num_layers=num_layers, next_index=index + 1))
         start = stop
     shards: dict[str, dict[str, TensorSpec]] = {EMBEDDING: {}} if tied else {}
     shards |= {span.shard: {} for span in spans}

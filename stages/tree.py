@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from engine.plan import digest
 from stages.groups import Group
 
 
@@ -144,11 +145,23 @@ class Chunk:
         """The number of scored rows, at most."""
         return sum(node.max_rows(self.start, self.stop) for node in self.nodes)
 
+    @cached_property
+    def contents(self) -> list[list[object]]:
+        """What is evaluated and scored, node by node, as short plain data for recipe keys."""
+        return [self._content(node.content) for node in self.nodes]
+
+    def _content(self, content: Tokens | Sampled) -> list[object]:
+        if isinstance(content, Sampled):
+            return [content.response, content.opening_id, content.max_tokens]
+        scored = slice(*(bisect_left(content.rows, edge) for edge in (self.start, self.stop)))
+        rows = [list(content.rows[scored]), list(content.targets[scored])]
+        return [digest(content.inputs[self.start : self.stop]), digest(rows)]
+
     @property
     def first_position(self) -> int:
         return self.nodes[0].first_position + self.start
 
-    @property
+    @cached_property
     def rollouts(self) -> tuple[str, ...]:
         """The rollout Values that the chunk's tokens are looked up in."""
         return tuple(dict.fromkeys(n.content.rollout for n in self.nodes if isinstance(n.content, Sampled)))

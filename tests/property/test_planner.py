@@ -25,6 +25,13 @@ class Scaled:
     plan: Plan
     ladders: Mapping[str, Sequence[int]] = field(default_factory=lambda: {"even": (1, 2, 4), "odd": (1, 2, 4)})
     gradual: Sequence[str] = ()
+    hindrance: str | None = None
+
+    def declares(self, choices: Choices) -> bool:
+        return True
+
+    def least_cost(self, choices: Choices) -> tuple[Cost, int]:
+        return Cost(), 1
 
     def leanest(self) -> list[Choices]:
         return [{"even": 4, "odd": 4}]

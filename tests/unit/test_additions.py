@@ -20,7 +20,7 @@ from engine.__main__ import main
 from engine.budget import Budget, unlimited
 from engine.errors import PlanError
 from engine.loader import find_plan
-from engine.plan import Choices, Plan, Stage, Value, ValueKind
+from engine.plan import Choices, Cost, Plan, Stage, Value, ValueKind
 from engine.planner import Forecast, forecast
 from engine.runtime import execute
 from tests.helpers import budget
@@ -49,6 +49,14 @@ class Chain:
 
     def levers(self, stage: Stage) -> list[str]:
         return ["rows"]
+
+    hindrance = None
+
+    def declares(self, choices: Choices) -> bool:
+        return True
+
+    def least_cost(self, choices: Choices) -> tuple[Cost, int]:
+        return Cost(), 1
 
     def lower(self, choices: Choices) -> Plan:
         rows = choices["rows"]

@@ -33,6 +33,13 @@ class Space:
     """A row or several at once: more of them need more workspace and take less time."""
 
     gradual = ("at_once",)
+    hindrance = None
+
+    def declares(self, choices: Choices) -> bool:
+        return True
+
+    def least_cost(self, choices: Choices) -> tuple[Cost, int]:
+        return Cost(), 1
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

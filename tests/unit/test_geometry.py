@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,7 +105,9 @@ def counted(run: Callable[..., None], num_pages: int, *, through_last: bool) -> 
 @pytest.mark.parametrize("run", [forward, backward])
 def test_costs_count_what_a_real_chunk_does(run: Callable[..., None], num_pages: int, through_last: bool) -> None:
     real = counted(run, num_pages, through_last=through_last)
-    cost = sizes().backward_cost if run is backward else sizes().forward_cost
+    again = CONFIG.num_hidden_layers - (not through_last)
+    kept_nothing = partial(sizes().backward_cost, again=again, recalls_attention=False)
+    cost: Callable[..., Cost] = kept_nothing if run is backward else sizes().forward_cost
     found = cost(
         rows=TOKENS,
         tokens=TOKENS,
@@ -131,25 +134,26 @@ def no_less(more: Cost, less: Cost) -> bool:
 
 @given(work=st.fixed_dictionaries(WORK), through_last=st.booleans())
 def test_what_was_kept_never_costs_time_again(work: dict[str, int], through_last: bool) -> None:
-    def cost(forwards: int, attention_forwards: int) -> Cost:
+    def cost(again: int, recalls_attention: bool) -> Cost:
         return sizes().backward_cost(
             rows=work["rows"],
             tokens=work["tokens"],
             prefix_tokens=work["prefix_tokens"],
             pages=work["pages"],
             through_last=through_last,
-            forwards=forwards,
-            attention_forwards=attention_forwards,
+            again=again,
+            recalls_attention=recalls_attention,
         )
 
-    assert no_less(cost(2, 2), cost(1, 1))
-    assert no_less(cost(1, 1), cost(1, 0))
+    assert no_less(cost(2, False), cost(0, False))
+    assert no_less(cost(0, False), cost(0, True))
 
 
 @given(work=st.fixed_dictionaries(WORK), name=st.sampled_from(sorted(WORK)), times=st.integers(2, 4))
 def test_more_of_anything_never_costs_less(work: dict[str, int], name: str, times: int) -> None:
-    for cost in (sizes().forward_cost, sizes().backward_cost):
-        at_least: Callable[..., Cost] = cost
+    costs: list[Callable[..., Cost]] = [sizes().forward_cost]
+    costs.append(partial(sizes().backward_cost, again=1, recalls_attention=False))
+    for at_least in costs:
         assert no_less(at_least(**{**work, name: times * work[name]}), at_least(**work))
 
 
