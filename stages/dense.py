@@ -69,10 +69,22 @@ def sequences(groups: Sequence[Group]) -> list[WholeSequence]:
 
 def scores(hf: Any, sequence: WholeSequence, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities and entropies of a sequence's scored rows, ``[R]`` each, with their graph."""
-    hidden = hf.model(sequence.ids, use_cache=False).last_hidden_state[0, sequence.rows]
-    logits = hf.lm_head(hidden).to(accumulation_dtype(hf.dtype)) / temperature
+    return row_scores(hf, hidden_rows(hf, sequence), sequence.targets, temperature)
+
+
+def hidden_rows(hf: Any, sequence: WholeSequence) -> torch.Tensor:
+    """Return the last hidden state of a sequence's scored rows, ``[R, C]``."""
+    hidden: torch.Tensor = hf.model(sequence.ids, use_cache=False).last_hidden_state[0, sequence.rows]
+    return hidden
+
+
+def row_scores(
+    hf: Any, hidden_RC: torch.Tensor, targets_R: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities and entropies of rows, ``[R]`` each."""
+    logits = hf.lm_head(hidden_RC).to(accumulation_dtype(hf.dtype)) / temperature
     lse = torch.logsumexp(logits, -1)
-    logprobs = logits.gather(1, sequence.targets[:, None])[:, 0] - lse
+    logprobs = logits.gather(1, targets_R[:, None])[:, 0] - lse
     entropies = lse - ((logits - lse[:, None]).exp() * logits).sum(-1)
     return logprobs, entropies
 
@@ -120,8 +132,9 @@ def largest_group(prompt: Prompt, *, group_size: int, max_response_tokens: int) 
 def dense_peak_bytes(policy: PolicySource, groups: Sequence[Group], settings: GrpoSettings) -> int:
     """Measure the device peak of dense autograd: weights, gradients, and the longest sequence forward and backward.
 
-    Checkpointed, one sequence at a time, no optimizer, counted like the engine's own peak. Gradients exist from the
-    start, as they do from the second sequence on; the longest sequence sets the peak, so it alone is run.
+    Checkpointed, one sequence at a time, its head a few rows at a time, no optimizer, counted like the engine's own
+    peak. Gradients exist from the start, as they do from the second sequence on; the longest sequence sets the peak,
+    so it alone is run.
     """
     with LiveBytes() as meter:
         hf = dense_model(policy, settings)
@@ -131,6 +144,21 @@ def dense_peak_bytes(policy: PolicySource, groups: Sequence[Group], settings: Gr
             parameter.grad = torch.zeros_like(parameter)
         longest = max(sequences(groups), key=lambda sequence: sequence.ids.shape[1])
         with lifted_casts(settings.dtype):
-            outputs = scores(hf, longest, settings.temperature)
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+            hidden_RC = hidden_rows(hf, longest)
+            hidden_RC.backward(_head_derivative(hf, hidden_RC.detach(), longest.targets, settings.temperature))
         return int(meter.peak[DEVICE])
+
+
+LEAN_HEAD_ROWS = 16
+# More rows at a time are not faster on CPUs, and each holds its logits several times.
+
+
+def _head_derivative(
+    hf: Any, hidden_RC: torch.Tensor, targets_R: torch.Tensor, temperature: float
+) -> torch.Tensor | None:
+    """Return the derivative of all scores by the hidden state, ``[R, C]``; the head's own are added to it."""
+    hidden_RC.requires_grad_()
+    for h_BC, t_B in zip(hidden_RC.split(LEAN_HEAD_ROWS), targets_R.split(LEAN_HEAD_ROWS), strict=True):
+        outputs = row_scores(hf, h_BC, t_B, temperature)
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    return hidden_RC.grad
