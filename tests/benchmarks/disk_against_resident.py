@@ -5,7 +5,9 @@
 One exact GRPO step of a llama with random weights, with chunks of equal length either way, so that gradients must have
 the same bits. In the first work arithmetic takes most of the time, in the second the chunks are so short that moving
 the state does. What the simulator says of each (which of the two bounds the time, and how much longer the step from
-the disk takes) stands beside what was measured; times are medians of interleaved rounds.
+the disk takes) stands beside what was measured; times are medians of interleaved rounds. On a machine that does other
+things at the same time only the ratio of CPU seconds says something: whoever waits for the disk then waits for a core
+as well.
 
 The page cache does not stand in for the disk: a process beside writes every chunk file to the disk and has the cache
 forget it, all the time. What the step's process then reads from the disk is counted by the kernel. Computing leaves
@@ -76,11 +78,15 @@ WORKS = (
 
 @dataclass(kw_only=True)
 class Way:
-    """One work with its state in one place. ``read_bytes`` came from the disk and not from the page cache."""
+    """One work with its state in one place. ``read_bytes`` came from the disk and not from the page cache.
+
+    ``cpu_s`` are the processor's seconds of a whole run, loading and journal included.
+    """
 
     name: str
     planned: Forecast
     seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     checksums: set[int] = field(default_factory=set)
     read_bytes: int = 0
     disk_bytes: int = 0
@@ -97,8 +103,9 @@ class Way:
 
     def turn(self, folder: Path) -> None:
         """Do the work once."""
-        before_bytes = bytes_from_disk()
+        before_bytes, before_s = bytes_from_disk(), time.process_time()
         step = run_step(self.planned, folder)
+        self.cpu_s.append(time.process_time() - before_s)
         self.seconds.append(step.seconds)
         self.checksums.add(step.grad_crc32c)
         self.read_bytes = bytes_from_disk() - before_bytes
@@ -196,7 +203,7 @@ def measure(work: Work, rounds: int, folder: Path, hardware: str) -> list[Way]:
                 way.turn(folder)
                 print(f"{work.prompt_tokens} tokens, {way.name}: {way.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
     for way in ways:
-        del way.seconds[0]
+        del way.seconds[0], way.cpu_s[0]
     return ways
 
 
@@ -222,6 +229,7 @@ def row(work: Work, ways: Sequence[Way]) -> list[str]:
         f"{resident.median_s:.2f}",
         f"{disk.median_s:.2f}",
         f"{disk.median_s / resident.median_s:.2f}",
+        f"{statistics.median(disk.cpu_s) / statistics.median(resident.cpu_s):.2f}",
         f"{disk.simulated_s / resident.simulated_s:.2f}",
         disk.planned.bound,
         verdict(ways) or "equal bits",
@@ -245,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bad = bad or bool(verdict(ways))
     header = [
         "layers", "prompt tokens", "chunk tokens", "on disk MiB", "read from disk MiB", "resident s", "disk s", "ratio",
+        "ratio of CPU s",
         "simulated ratio", "bound, simulated", "gradients",
     ]  # fmt: skip
     work_text = f"llamas of random weights, float32; {GROUP_SIZE} responses of {RESPONSE_TOKENS} tokens; {CHOICES}"
