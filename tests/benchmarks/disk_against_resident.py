@@ -253,8 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bad = bad or bool(verdict(ways))
     header = [
         "layers", "prompt tokens", "chunk tokens", "on disk MiB", "read from disk MiB", "resident s", "disk s", "ratio",
-        "ratio of CPU s",
-        "simulated ratio", "bound, simulated", "gradients",
+        "ratio of CPU s", "simulated ratio", "bound, simulated", "gradients",
     ]  # fmt: skip
     work_text = f"llamas of random weights, float32; {GROUP_SIZE} responses of {RESPONSE_TOKENS} tokens; {CHOICES}"
     print(f"{heading(work_text)}\n\n{markdown(header, rows)}\n")
