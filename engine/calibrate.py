@@ -48,11 +48,15 @@ MEASURED: tuple[dict[str, str], ...] = (
     {"hidden": "256", "prompt_tokens": "1000", "chunk_tokens": "64", "branches_at_once": "1"},
     {"hidden": "576", "layers": "3", "prompt_tokens": "1500", "chunk_tokens": "512", "vocabulary": "16384"},
     {"hidden": "576", "layers": "3", "prompt_tokens": "600", "chunk_tokens": "64", "vocabulary": "16384"},
-)
+    {
+        "hidden": "1024", "prompt_tokens": "9", "chunk_tokens": "2", "vocabulary": "8192", "response_tokens": "4",
+        "group_size": "2",
+    },
+)  # fmt: skip
 """Settings of `PLAN` with which it is measured, as ``--set`` takes them.
 
 They differ in what takes the time: operators in small models, matrix products and the head in large ones, attention
-behind long prompts, gradients in short chunks."""
+behind long prompts, gradients in short chunks, weights where there are few rows, as in decoding."""
 ROUNDS = 3
 _SMALL_BYTES, _LARGE_BYTES = MIB // 16, 2 * MIB
 # Sizes of a piece: at the small one its price counts, at the large one bandwidth. Pages of real models lie between.

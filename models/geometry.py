@@ -34,6 +34,8 @@ _KERNELS_A_HEAD_BLOCK, _KERNELS_A_CHOICE = 25, 30
 _BACKWARD_KERNELS_A_CHUNK = 8
 _BACKWARD_KERNELS_A_LAYER, _BACKWARD_KERNELS_A_STATE_LAYER, _BACKWARD_KERNELS_A_PAGE = 152, 66, 11
 # The same of the derivative, the recomputation not included.
+_DECODE_KERNELS_A_LAYER, _DECODE_KERNELS_A_PAGE = 10, 5
+# More than of a forward, where each branch's own tokens so far are one more piece of state.
 
 _NORM_PASSES, _RESIDUAL_PASSES, _ROTARY_PASSES, _ACTIVATION_PASSES = 7, 3, 10, 5
 # Times that one element is read or written: a root-mean-square norm squares, averages, scales and weighs (in float32),
@@ -202,7 +204,8 @@ class Geometry:
         )
         own = Cost(moved_bytes=2.0 * own_tokens / steps * self.key_dim * self.layers * self.item_bytes)
         choice = self.head_cost(rows=branches, backward=False)
-        fixed = Cost(num_kernels=_KERNELS_A_CHUNK + _KERNELS_A_CHOICE)
+        more = self.layers * (_DECODE_KERNELS_A_LAYER + _DECODE_KERNELS_A_PAGE * pages)
+        fixed = Cost(num_kernels=_KERNELS_A_CHUNK + _KERNELS_A_CHOICE + more)
         return (step + attention + own + choice + fixed).times(steps)
 
     def head_cost(self, *, rows: int, backward: bool, block_rows: int | None = None) -> Cost:

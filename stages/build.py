@@ -295,12 +295,14 @@ class RunBuilder:
                 writes=(name,),
                 streams=streams,
                 workspace_bytes=0 if dtype is self.settings.dtype else copied,
-                cost=Cost(written_bytes=float(nbytes)),
+                cost=Cost(written_bytes=float(nbytes), num_kernels=_CHECKPOINT_OPERATORS),
                 durable=True,
             )
         )
 
 
+_CHECKPOINT_OPERATORS = 450
+# What a checkpoint takes beside its bytes, in operators: transformers writes its configurations, copied and compared.
 _DRAW_PASSES = 40
 # Drawing a random number takes as long as reading or writing so many (14 ns, measured on one core).
 

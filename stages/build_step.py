@@ -41,6 +41,9 @@ from stages.update import (
 if TYPE_CHECKING:
     from stages.build import RunBuilder
 
+_LOSS_OPERATORS, _LOSS_OPERATORS_A_CHUNK = 121, 11
+# Of a loss with its metrics, counted: operators on vectors, and numbers read from them.
+
 
 class StepBuilder:
     """Adds one step: what is sampled, then its updates."""
@@ -198,7 +201,7 @@ class StepBuilder:
                 reads=loss.reads,
                 writes=loss.writes,
                 workspace_bytes=self.space.loss_workspace_bytes(loss),
-                cost=Cost(num_kernels=100),
+                cost=Cost(num_kernels=float(_LOSS_OPERATORS + _LOSS_OPERATORS_A_CHUNK * len(loss.works))),
             )
         )
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from engine.plan import Cost
 from models.geometry import Geometry
+from stages.operators import backward_operators, forward_operators
 from stages.spans import Span
 from stages.tree import Chunk, Node, chunks_of, waves_of
 
@@ -20,12 +21,14 @@ from stages.tree import Chunk, Node, chunks_of, waves_of
 class ChunkCosts:
     """The costs of chunks of a model of ``sizes``, whose rows meet the head ``head_rows`` at a time.
 
-    ``stored_inputs`` says what a chunk's forward keeps for its backward (`stages.kept`).
+    ``stored_inputs`` says what a chunk's forward keeps for its backward (`stages.kept`). State lies in pages of
+    ``page_tokens`` tokens; that of scored chunks, which is mostly not kept, is left out.
     """
 
     sizes: Geometry
     head_rows: int
     stored_inputs: int
+    page_tokens: int
 
     @cached_property
     def _sizes_by_layers(self) -> dict[int, Geometry]:
@@ -43,27 +46,40 @@ class ChunkCosts:
         """Return the cost of a chunk's forward through a span, behind a prefix in so many pages."""
         sizes = self._sizes_of(span)
         scored = chunk.max_rows if span.is_last else 0
-        return sizes.head_cost(rows=scored, backward=False, block_rows=self.head_rows) + sizes.forward_cost(
-            rows=len(chunk.nodes) * chunk.max_tokens,
-            tokens=chunk.max_tokens,
-            prefix_tokens=prefix_tokens,
-            pages=pages,
-            through_last=_runs_last(chunk, span),
+        beside = forward_operators(chunk, span, pages=pages, own_pages=self._own_pages(chunk), kept=self.stored_inputs)
+        return (
+            beside
+            + sizes.head_cost(rows=scored, backward=False, block_rows=self.head_rows)
+            + sizes.forward_cost(
+                rows=len(chunk.nodes) * chunk.max_tokens,
+                tokens=chunk.max_tokens,
+                prefix_tokens=prefix_tokens,
+                pages=pages,
+                through_last=_runs_last(chunk, span),
+            )
         )
 
     def backward(self, chunk: Chunk, span: Span, *, prefix_tokens: float, pages: float) -> Cost:
         """Return the cost of a chunk's backward; it is cheaper where the forward kept something."""
         sizes = self._sizes_of(span)
         scored = chunk.max_rows if span.is_last else 0
-        return sizes.head_cost(rows=scored, backward=True, block_rows=self.head_rows) + sizes.backward_cost(
-            rows=len(chunk.nodes) * chunk.max_tokens,
-            tokens=chunk.max_tokens,
-            prefix_tokens=prefix_tokens,
-            pages=pages,
-            through_last=_runs_last(chunk, span),
-            again=0 if self.stored_inputs else len(span.layers) - (not scored),
-            recalls_attention=self.stored_inputs > 1,
+        beside = backward_operators(chunk, span, pages=pages, own_pages=self._own_pages(chunk), kept=self.stored_inputs)
+        return (
+            beside
+            + sizes.head_cost(rows=scored, backward=True, block_rows=self.head_rows)
+            + sizes.backward_cost(
+                rows=len(chunk.nodes) * chunk.max_tokens,
+                tokens=chunk.max_tokens,
+                prefix_tokens=prefix_tokens,
+                pages=pages,
+                through_last=_runs_last(chunk, span),
+                again=0 if self.stored_inputs else len(span.layers) - (not scored),
+                recalls_attention=self.stored_inputs > 1,
+            )
         )
+
+    def _own_pages(self, chunk: Chunk) -> int:
+        return 0 if chunk.max_rows else -(-chunk.max_tokens // self.page_tokens)
 
 
 def _runs_last(chunk: Chunk, span: Span) -> bool:

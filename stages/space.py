@@ -184,7 +184,12 @@ class GrpoSpace:
 
     def chunk_costs(self, choices: Choices) -> ChunkCosts:
         """Return what chunks cost under ``choices``."""
-        return ChunkCosts(sizes=self.sizes, head_rows=choices["head_rows"], stored_inputs=choices["stored_inputs"])
+        return ChunkCosts(
+            sizes=self.sizes,
+            head_rows=choices["head_rows"],
+            stored_inputs=choices["stored_inputs"],
+            page_tokens=self.settings.page_tokens,
+        )
 
     def least_cost(self, choices: Choices) -> tuple[Cost, int]:
         """See `engine.plan.ChoiceSpace`. Stages without chunks cost no less than under the fastest choices."""
