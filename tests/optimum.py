@@ -36,6 +36,7 @@ from ortools.sat.python import cp_model
 from engine.budget import Budget, Tier
 from engine.hardware import HardwareProfile
 from engine.needs import touches
+from engine.placer import copy_s
 from engine.plan import Plan, Stage, Value
 from engine.schedule import Copy, Create, Drop, Instruction, Run, Schedule, staging_need
 
@@ -149,12 +150,8 @@ class _Model:
         return sum(self.profile.seconds(stage.cost) for stage in self.stages) + transfers
 
     def _trips_s(self, value: Value, tier: Tier) -> tuple[float, float]:
-        pieces = sum(spec.num_pieces for spec in value.tensors.values())
-        link = self.profile.transfer_s
-        return (
-            link(tier, Tier.DEVICE, value.nbytes, pieces),
-            link(Tier.DEVICE, tier, value.nbytes, pieces),
-        )
+        profile = self.profile
+        return copy_s(profile, value, tier, Tier.DEVICE), copy_s(profile, value, Tier.DEVICE, tier)
 
     def _ticks(self, seconds: float) -> int:
         return round(seconds * self.ticks_per_s)
