@@ -224,8 +224,9 @@ class Planner:
         they buy something.
 
         Raises:
-            DoesNotFitError: nothing fits, whatever the device has.
+            DoesNotFitError: ``budget`` is too small.
         """
+        self._check_smallest(budget)
         sizes = [self.smallest[1], budget.device_bytes]
         sizes += [int(budget.device_bytes * factor) for factor in _LARGER_BUDGETS]
         found: list[Offer] = []
@@ -233,9 +234,9 @@ class Planner:
             try:
                 best = self.best(replace(budget, device_bytes=nbytes))
             except DoesNotFitError:
-                if nbytes > budget.device_bytes:
+                if nbytes >= budget.device_bytes:
                     raise
-                continue
+                continue  # what has to leave so small a device has no room elsewhere
             offer = Offer(device_bytes=nbytes, seconds=best.seconds, choices=dict(best.sketch.choices))
             if nbytes == budget.device_bytes or not found or offer.seconds < _WORTH_IT * found[-1].seconds:
                 found.append(offer)

@@ -185,6 +185,12 @@ def test_a_plan_that_fits_the_device_but_neither_host_nor_disk_is_refused_with_a
     assert raised.value.report["smallest_device_bytes"] == 100
 
 
+@pytest.mark.parametrize("budget", [Budget(device_bytes=150, host_bytes=99, disk_bytes=99), device(99)], ids=str)
+def test_nothing_is_offered_beside_a_budget_that_is_too_small(budget: Budget) -> None:
+    with pytest.raises(DoesNotFitError):
+        Planner(plan=spilling_plan(), profile=CPU).offers(budget)
+
+
 def test_a_forecast_has_every_key_of_simulate_as_plain_data() -> None:
     moved_s = copy_s(CPU, spilling_plan().values["v"], Tier.DEVICE, Tier.HOST)
     data = forecast(spilling_plan(), device(150), CPU).as_dict()
