@@ -177,18 +177,22 @@ def page_cache_forgotten(folder: Path) -> Iterator[None]:
 
 
 def _forget(folder: Path, stop: Any) -> None:
+    on_disk: dict[str, int] = {}  # when each file was last changed that is on the disk: syncing it again is a flush
     while not stop.wait(FORGET_EVERY_S):
         for inside, _, names in os.walk(folder):  # goes on where a folder is dropped meanwhile
             for name in names:
                 if is_chunk(name):
                     with suppress(FileNotFoundError):
-                        _forget_file(f"{inside}/{name}")
+                        _forget_file(f"{inside}/{name}", on_disk)
 
 
-def _forget_file(path: str) -> None:
+def _forget_file(path: str, on_disk: dict[str, int]) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fdatasync(fd)
+        changed_ns = os.fstat(fd).st_mtime_ns
+        if on_disk.get(path) != changed_ns:
+            os.fdatasync(fd)
+            on_disk[path] = changed_ns
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
