@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from engine.errors import UsageError
-from engine.units import format_bytes, parse_bytes
+from engine.units import LARGEST_BYTES, format_bytes, parse_bytes, shortened
 
 
 class Tier(StrEnum):
@@ -25,8 +25,7 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
-UNLIMITED_BYTES = 2**62
-# More than any machine has, and still an int64.
+UNLIMITED_BYTES = LARGEST_BYTES
 
 _DEFAULT_DEVICE_SHARE_OF_RAM = 0.5
 _DEFAULT_HOST_SHARE_OF_RAM = 0.25
@@ -76,6 +75,8 @@ def default_budget(directory: Path) -> Budget:
 def parse_budget(text: str | None, defaults: Budget) -> Budget:
     """Return the budget that ``text`` names, such as ``device=8GiB,host=32GiB``; other tiers keep their default.
 
+    Host and disk may be 0, which says that they are not to be used.
+
     Raises:
         UsageError: an unknown or repeated tier, or something that is not a size.
     """
@@ -86,10 +87,13 @@ def parse_budget(text: str | None, defaults: Budget) -> Budget:
         name, equals, size = item.partition("=")
         name = name.strip()
         if not equals or name not in list(Tier):
-            raise UsageError(f"budget {text!r}: {item!r} is not one of device=, host=, disk= with a size such as 8GiB")
+            raise UsageError(
+                f"budget {shortened(text or '')!r}: {shortened(item)!r} is not one of device=, host=, disk= with a "
+                "size such as 8GiB"
+            )
         if name in parts:
             raise UsageError(f"budget {text!r} names {name} twice")
-        parts[name] = parse_bytes(size)
+        parts[name] = parse_bytes(size, least=1 if name == Tier.DEVICE else 0)
     return merge_budget(parts, defaults)
 
 

@@ -20,10 +20,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy.typing as npt
 
 from engine.budget import Tier
 from engine.errors import UsageError
 from engine.plan import Cost
+
+Amount = TypeVar("Amount", float, npt.NDArray[Any])
 
 _LONGEST_S = 3600.0
 # Of one operator, stage or piece. More is a mistake, and infinity none of these numbers.
@@ -75,15 +80,15 @@ class HardwareProfile:
         prices = self.prices()
         return self.stage_s + sum(number * prices[kind] for kind, number in cost.by_kind().items())
 
-    def transfer_s(self, source: Tier, target: Tier, nbytes: int, num_pieces: int) -> float:
-        """Return the time that ``nbytes`` in ``num_pieces`` pieces take from one tier to another."""
-        seconds = 0.0
+    def transfer_s(self, source: Tier, target: Tier, nbytes: Amount, num_pieces: Amount) -> Amount:
+        """Return the time that ``nbytes`` in ``num_pieces`` pieces take from one tier to another; of arrays, each."""
+        seconds = 0.0 * nbytes
         if Tier.DEVICE in (source, target):
-            seconds += nbytes / self.host_link_bytes_per_s + num_pieces * self.copy_s
+            seconds = seconds + nbytes / self.host_link_bytes_per_s + num_pieces * self.copy_s
         if source is Tier.DISK:
-            seconds += nbytes / self.disk_read_bytes_per_s + num_pieces * self.file_s
+            seconds = seconds + nbytes / self.disk_read_bytes_per_s + num_pieces * self.file_s
         if target is Tier.DISK:
-            seconds += nbytes / self.disk_write_bytes_per_s + num_pieces * self.file_s
+            seconds = seconds + nbytes / self.disk_write_bytes_per_s + num_pieces * self.file_s
         return seconds
 
     def together_s(self, compute_s: float, hidden_s: float, waited_s: float) -> float:

@@ -46,7 +46,7 @@ def _places(own: Sequence[Stage], added: Sequence[Stage]) -> list[int]:
     read: dict[str, int] = {}
     places: list[int] = []
     for stage in added:
-        uses, changes = set(stage.uses()), set(stage.changes())
+        uses, changes = set(stage.used), stage.changed
         place = max([_FIRST, *(changed.get(n, _FIRST) for n in uses), *(read.get(n, _FIRST) for n in changes)])
         changed.update(dict.fromkeys(changes, place))
         read.update({name: max(place, read.get(name, _FIRST)) for name in uses - changes})
@@ -59,7 +59,7 @@ def _sources_later(added: Sequence[Stage], places: list[int]) -> list[int]:
     next_use: dict[str, int] = {}
     next_change: dict[str, int] = {}
     for number in reversed(range(len(added))):
-        uses, changes = set(added[number].uses()), set(added[number].changes())
+        uses, changes = set(added[number].used), added[number].changed
         if places[number] == _FIRST:
             needed = [next_use[n] for n in changes if n in next_use] + [
                 next_change[n] for n in uses if n in next_change

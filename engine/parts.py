@@ -35,6 +35,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     piece_rows: int = field(default=1, compare=False, repr=False)
+    num_elements: int = field(init=False, compare=False, repr=False)
+    nbytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -48,14 +50,8 @@ class TensorSpec:
         rows = self.shape[0] if self.shape else 1
         if self.piece_rows < 1 or rows % self.piece_rows:
             raise PlanError(f"piece_rows={self.piece_rows!r} must divide the {rows} rows of shape={shape!r}")
-
-    @cached_property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @cached_property
-    def nbytes(self) -> int:
-        return self.num_elements * ITEM_BYTES[self.dtype]
+        object.__setattr__(self, "num_elements", math.prod(self.shape))
+        object.__setattr__(self, "nbytes", self.num_elements * ITEM_BYTES[self.dtype])
 
     @property
     def num_pieces(self) -> int:
@@ -88,6 +84,10 @@ class Value:
 
     ``tiers`` are those it may live on. ``provided`` Values are tensors or files that their stage makes itself;
     others are allocated for the stage before it runs. ``keep`` Values outlive the plan.
+
+    What follows from the tensors is computed at once, since planning asks for it again and again: ``nbytes`` of all,
+    ``largest_piece_bytes`` of any, and ``streamed_pieces``, how many pieces the first one has, which is the one that
+    streams go through, and the bytes of each.
     """
 
     name: str
@@ -97,26 +97,21 @@ class Value:
     provided: bool = False
     keep: bool = False
     origin: str = field(default_factory=caller_origin, compare=False, repr=False)
+    nbytes: int = field(init=False, compare=False, repr=False)
+    largest_piece_bytes: int = field(init=False, compare=False, repr=False)
+    streamed_pieces: tuple[int, int] = field(init=False, compare=False, repr=False)
 
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.tensors.values())
+    def __post_init__(self) -> None:
+        specs = list(self.tensors.values())
+        object.__setattr__(self, "nbytes", sum([spec.nbytes for spec in specs]))
+        object.__setattr__(self, "largest_piece_bytes", max([spec.piece_bytes for spec in specs], default=0))
+        first = (specs[0].num_pieces, specs[0].piece_bytes) if specs else (0, 0)
+        object.__setattr__(self, "streamed_pieces", first)
 
-    @cached_property
+    @property
     def pinned(self) -> bool:
         """True if it can live on the device only."""
         return self.tiers == (Tier.DEVICE,)
-
-    @cached_property
-    def largest_piece_bytes(self) -> int:
-        """Bytes of the largest piece of any of its tensors."""
-        return max([spec.piece_bytes for spec in self.tensors.values()], default=0)
-
-    @cached_property
-    def streamed_pieces(self) -> tuple[int, int]:
-        """How many pieces its first tensor has, which is the one that streams go through, and the bytes of each."""
-        spec = next(iter(self.tensors.values()), None)
-        return (spec.num_pieces, spec.piece_bytes) if spec is not None else (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,16 +216,11 @@ class Stage:
             if stream.updates:
                 yield from stream.values
 
-    def uses(self) -> Iterator[str]:
-        """Yield every Value that the stage touches; one may come twice."""
-        yield from self.resident()
-        for stream in self.streams:
-            yield from stream.values
-
     @cached_property
     def used(self) -> tuple[str, ...]:
         """Every Value that the stage touches, once, in order."""
-        return tuple(dict.fromkeys(self.uses()))
+        streamed = [name for stream in self.streams for name in stream.values]
+        return tuple(dict.fromkeys((*self.reads, *self.updates, *self.writes, *streamed)))
 
     @cached_property
     def changed(self) -> frozenset[str]:

@@ -106,16 +106,9 @@ class Placer:
 
     def _computed_streams_s(self, tier: Tier) -> Seconds:
         streams, seconds = self.needs.streams, self.profile.transfer_s
-        rows = zip(streams.in_bytes.tolist(), streams.out_bytes.tolist(), streams.num_pieces.tolist(), strict=True)
-        known: dict[tuple[int, int, int], float] = {}
-        found = []
-        for row in rows:
-            if row not in known:
-                coming, going, pieces = row
-                known[row] = seconds(tier, Tier.DEVICE, coming, pieces) if coming else 0.0
-                known[row] += seconds(Tier.DEVICE, tier, going, pieces) if going else 0.0
-            found.append(known[row])
-        return np.array(found, dtype=np.float64)
+        coming = seconds(tier, Tier.DEVICE, streams.in_bytes, streams.num_pieces)
+        going = seconds(Tier.DEVICE, tier, streams.out_bytes, streams.num_pieces)
+        return np.where(streams.in_bytes > 0, coming, 0.0) + np.where(streams.out_bytes > 0, going, 0.0)
 
     def _trip_s(self, number: int, home: Tier) -> tuple[float, float]:
         """Return the seconds of a Value's copy from its home, and of one back."""

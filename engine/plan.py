@@ -213,7 +213,7 @@ class Plan:
             raise PlanError(
                 f"plan {self.name!r} has two stages named {stage.name!r}; give each a name of its own{where}"
             )
-        for name in stage.uses():
+        for name in stage.used:
             if name not in self.values:
                 raise PlanError(
                     f"stage {stage.name!r} uses a Value {name!r} that plan {self.name!r} does not declare{where}"
@@ -262,7 +262,7 @@ class Plan:
         for value in list(self.values.values())[self._own[1] :]:
             bare.value(value)
         for stage in list(self.stages.values())[self._own[0] :]:
-            for name in stage.uses():
+            for name in stage.used:
                 self._check_carried(stage, self.values[name], bare)
             bare.add(stage)
         return bare
@@ -414,7 +414,7 @@ def recipe_keys(stages: Iterable[Stage], code_version: str) -> dict[str, str]:
     made_by: dict[str, str] = {}
     keys: dict[str, str] = {}
     for stage in stages:
-        inputs = [[name, made_by.get(name, "")] for name in dict.fromkeys(stage.uses())]
+        inputs = [[name, made_by.get(name, "")] for name in stage.used]
         keys[stage.name] = digest([stage.kind, code_version, stage.config, inputs])
         made_by.update(dict.fromkeys(stage.changes(), keys[stage.name]))
     return keys

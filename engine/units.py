@@ -16,30 +16,36 @@ _UNIT_BYTES = {
     "g": GIB, "gib": GIB, "gb": 1000**3,
     "t": TIB, "tib": TIB, "tb": 1000**4,
 }  # fmt: skip
-_LARGEST_BYTES = 2**62
+LARGEST_BYTES = 2**62
 # More than any machine has, and still a 64-bit integer in a journal.
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*")
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, *, least: int = 1) -> int:
     """Return the number of bytes that ``text`` names, such as ``8GiB``, ``500MB`` or ``1048576``.
 
     Raises:
-        UsageError: the text is not a size, its unit is unknown, or it is not a positive whole number of bytes.
+        UsageError: the text is not a size, its unit is unknown, or it is no whole number of bytes from ``least`` on.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match.group(2).lower() not in _UNIT_BYTES:
         raise UsageError(
-            f"not a size: {text!r}; write a number with one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, such as 8GiB"
+            f"not a size: {shortened(text)!r}; write a number with one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, "
+            "such as 8GiB"
         )
     exact = Fraction(match.group(1)) * _UNIT_BYTES[match.group(2).lower()]
-    if exact < 1:
+    if exact < least:
         raise UsageError(f"a size must be at least one byte: {text!r}")
     if exact.denominator != 1 and match.group(2).lower() in ("", "b"):
         raise UsageError(f"a size is a whole number of bytes: {text!r}")
-    if exact > _LARGEST_BYTES:
-        raise UsageError(f"a size must be below 2**62 bytes: {text!r}")
+    if exact > LARGEST_BYTES:
+        raise UsageError(f"a size must be at most 2**62 bytes: {text!r}")
     return int(exact)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Return text as an error repeats it: its beginning, where it is long."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def format_bytes(nbytes: float) -> str:

@@ -99,7 +99,7 @@ class Estimator:
         meter = self._model.meter = LiveBytes()
         machine = TorchMachine(plan, meter=meter, store=None, directory=None, device="meta")
         with meter:
-            for name in dict.fromkeys(stage.uses()):
+            for name in stage.used:
                 machine.create(plan.values[name], Tier.DEVICE)
             machine.held[names.WEIGHTS].item = self._model
             meter.adopt(self._tensors)  # or their views would count as new

@@ -21,6 +21,7 @@ from engine.plan import ALL_TIERS, Choices
 from engine.source import source_digest
 from stages.advantages import Baseline
 from stages.checks import check_count, check_seed
+from stages.kept import STORED_INPUTS_LADDER
 from stages.learning_rate import Schedule
 from stages.losses import LossConfig
 from stages.update import AdamWOptions
@@ -79,6 +80,10 @@ class GrpoSettings:
             counts["checkpoint_every"] = self.checkpoint_every
         for name, value in {**self.fixed, **counts}.items():
             check_count(name, value, least=0 if name == "stored_inputs" else 1)
+        if (stored := self.fixed.get("stored_inputs", 0)) not in STORED_INPUTS_LADDER:
+            raise UsageError(
+                f"stored_inputs={stored!r} is not known; choose one of {', '.join(map(str, STORED_INPUTS_LADDER))}"
+            )
 
     @property
     def state_tiers(self) -> tuple[Tier, ...]:

@@ -460,7 +460,7 @@ class GrpoSpace:
 
 
 def _uses_model(stage: Stage) -> bool:
-    return any(name == names.WEIGHTS or "gradients" in name.split("/") for name in stage.uses())
+    return any(name == names.WEIGHTS or "gradients" in name.split("/") for name in stage.used)
 
 
 def _shortened(group: StepGroup, period: int) -> StepGroup:

@@ -123,7 +123,7 @@ class _Model:
         self.plan, self.budget, self.profile = plan, budget, profile
         self.stages = plan.ordered()
         self.num = len(self.stages)
-        self.values: list[Value] = [plan.values[n] for n in dict.fromkeys(n for s in self.stages for n in s.uses())]
+        self.values: list[Value] = [plan.values[n] for n in dict.fromkeys(n for s in self.stages for n in s.used)]
         self.model = cp_model.CpModel()
         self.ticks_per_s = TICKS / max(1e-9, self._all_s())
         self._order(free_order)
@@ -206,7 +206,7 @@ class _Model:
         self.changers: dict[str, list[int]] = {value.name: [] for value in self.values}
         for i, stage in enumerate(self.stages):
             for table, names in (
-                (self.users, stage.uses()), (self.residents, stage.resident()), (self.changers, stage.changes())
+                (self.users, stage.used), (self.residents, stage.resident()), (self.changers, stage.changes())
             ):  # fmt: skip
                 for name in dict.fromkeys(names):
                     table[name].append(i)
@@ -553,7 +553,7 @@ class _Model:
     ) -> tuple[list[Instruction], list[Instruction]]:
         come: list[Instruction] = []
         alongside: list[Instruction] = []
-        used = set(self.stages[i].uses())
+        used = set(self.stages[i].used)
         for name in where:
             if where[name] and Tier.DEVICE in where[name] and not solver.value(self.here[name][p]):
                 come.append(Drop(value=name, tier=Tier.DEVICE))

@@ -5,7 +5,8 @@
 A synthetic plan has chains of stages with everything that schedules are made of: each stage reads what the one before
 wrote, something that was written long before, and weights; adds to an accumulator; streams through ``--streamed``
 Values, and changes one of them. The budget is a third of the way from the least device bytes to everything. Scheduled
-means from a plan in order to its instructions; a whole forecast has the clock, the ledger and the recording as well.
+means from a plan that was just built, checks and order included, to its instructions; a whole forecast has the clock,
+the ledger and the recording as well.
 Seconds are processor time of one thread.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from engine.budget import UNLIMITED_BYTES, Budget
@@ -68,17 +70,20 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.process_time() - started
 
 
-def measured(plan: Plan, profile: HardwareProfile) -> list[str]:
-    """Return a row of the table for one plan."""
+def measured(build: Callable[[], Plan], profile: HardwareProfile) -> list[str]:
+    """Return a row of the table for the plans that ``build`` makes; each timing has a plan of its own."""
+    plan = build()
     stages = plan.ordered()
     placer = Placer(needs=needs_of(plan, stages), profile=profile)
     device_bytes = (2 * placer.least_bytes + placer.everything_bytes) // 3
     del placer
     budget = Budget(device_bytes=device_bytes, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
+    fresh = build()
     with collector_paused():
-        _, schedule_s = timed(lambda: make_schedule(plan, budget, profile))
-    made, together_s = timed(lambda: forecast(plan, budget, profile))
-    num_uses = sum(len(set(stage.uses())) for stage in stages)
+        _, schedule_s = timed(lambda: make_schedule(fresh, budget, profile))
+    fresh = build()
+    made, together_s = timed(lambda: forecast(fresh, budget, profile))
+    num_uses = sum(len(set(stage.used)) for stage in stages)
     return [
         f"{len(stages):,}", f"{len(plan.values):,}", f"{num_uses:,}", f"{len(made.schedule.instructions):,}",
         f"{schedule_s:.2f}", f"{together_s:.2f}",
@@ -90,7 +95,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[10_000, 100_000])
     parser.add_argument("--streamed", type=int, default=20, help="Values that a stage streams through")
     arguments = parser.parse_args()
-    rows = [measured(synthetic_plan(num, arguments.streamed), PROFILES["cpu"]) for num in arguments.stages]
+    rows = [measured(partial(synthetic_plan, num, arguments.streamed), PROFILES["cpu"]) for num in arguments.stages]
     print(heading("profile cpu; processor time of one thread"))
     print(markdown(["stages", "Values", "uses", "instructions", "scheduled s", "scheduled and simulated s"], rows))
 

@@ -137,7 +137,7 @@ def swapped(rng: random.Random, stages: list[Stage], plan: Plan) -> list[Stage]:
     result = list(stages)
     for index in [rng.randrange(len(stages) - 1) for _ in range(rng.choice((0, 0, 5)))]:
         first, second = result[index : index + 2]
-        shared = set(first.uses()) & set(second.uses())
+        shared = set(first.used) & set(second.used)
         if all(plan.values[name].kind is ValueKind.IMMUTABLE for name in shared):
             result[index : index + 2] = [second, first]
     return result
@@ -243,7 +243,7 @@ class Replay:
     def _run(self, stage: Stage, instruction: Run) -> None:
         for name in stage.resident():
             assert Tier.DEVICE in self.where[name], f"{stage.name} does not find {name} on the device"
-        for name in stage.uses():
+        for name in stage.used:
             place = Tier.DEVICE if Tier.DEVICE in self.where[name] else next(iter(self.where[name]))
             assert place in self.newest[name], f"{stage.name} finds {name} out of date"
             assert name not in self.alongside, f"{stage.name} uses {name} while it is copied"
@@ -294,7 +294,7 @@ def test_every_value_is_there_for_its_stages_and_nothing_is_left_but_what_is_kep
     assume(schedule is not None)
     assert schedule is not None
     seen = replay(plan, schedule)
-    used = {name for stage in plan.stages.values() for name in stage.uses()}
+    used = {name for stage in plan.stages.values() for name in stage.used}
     left = {name for name, places in seen.where.items() if places}
     assert left == {name for name in used if plan.values[name].keep}
     assert set(seen.where) == used

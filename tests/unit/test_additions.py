@@ -201,7 +201,7 @@ def changes_before(plan: Plan, names: Sequence[str]) -> dict[str, int]:
     """Return how often the variable was changed before each stage that uses it, if they run in this order."""
     changes, found = 0, {}
     for item in (plan.stages[name] for name in names):
-        if "mine" in item.uses():
+        if "mine" in item.used:
             found[item.name] = changes
         changes += "mine" in item.updates
     return found

@@ -80,3 +80,10 @@ def test_a_budget_is_written_with_units_and_given_as_integers() -> None:
 
 def test_nothing_exceeds_the_unlimited_budget() -> None:
     assert all(unlimited()[tier] >= 2**60 for tier in Tier)
+
+
+def test_host_and_disk_may_be_left_unused_and_the_device_may_not() -> None:
+    budget = parse_budget("host=0,disk=0", unlimited())
+    assert (budget.host_bytes, budget.disk_bytes) == (0, 0)
+    with pytest.raises(UsageError, match="at least one byte"):
+        parse_budget("device=0", unlimited())

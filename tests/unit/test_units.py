@@ -97,5 +97,12 @@ def test_seconds_are_written_as_people_read_them(seconds: float, text: str) -> N
 
 
 def test_a_size_that_no_journal_could_hold_is_refused() -> None:
-    with pytest.raises(UsageError, match="below 2\\*\\*62"):
+    with pytest.raises(UsageError, match="at most 2\\*\\*62"):
         parse_bytes("99999999999TiB")
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "1." + "0" * 5000])
+def test_a_size_of_thousands_of_digits_is_refused_in_a_short_line(text: str) -> None:
+    with pytest.raises(UsageError, match="not a size") as raised:
+        parse_bytes(text)
+    assert len(str(raised.value)) < 200
