@@ -23,20 +23,19 @@ import argparse
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from engine.arrays import is_chunk
 from engine.budget import Tier
 from engine.hardware import load_profile
 from engine.planner import Forecast, forecast
@@ -47,8 +46,8 @@ from tests.benchmarks.machine import heading, markdown, mib
 
 MOST = 1.15
 VOCABULARY, GROUP_SIZE, RESPONSE_TOKENS = 256, 4, 64
-FORGET_EVERY_S = 0.02
-# A chunk of 1 MiB takes about a millisecond to write; what was just written is read again after tens of them.
+FORGET_EVERY_S = 0.05
+# A chunk is used again in the next stage at the earliest, after half a second.
 RESIDENT, DISK = "resident", "disk"
 
 
@@ -162,40 +161,46 @@ def bytes_from_disk() -> int:
 
 @contextmanager
 def page_cache_forgotten(folder: Path) -> Iterator[None]:
-    """Keep the page cache clear of chunk files under ``folder``, from another process."""
-    context = get_context("spawn")
-    stop = context.Event()
-    process = context.Process(target=_forget, args=(folder, stop), daemon=True)
-    process.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        process.join()
-    if process.exitcode:
+    """Keep the page cache clear of chunk files under ``folder``, from another process.
+
+    That one imports as good as nothing and is ready before the first step begins: it must not take the core that
+    carries pieces.
+    """
+    command = [sys.executable, "-S", "-c", _FORGET, str(folder), str(FORGET_EVERY_S)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            failed = process.poll() is not None
+            process.kill()
+    if failed:
         raise SystemExit("the process that keeps the page cache clear has failed; no figure counts")
 
 
-def _forget(folder: Path, stop: Any) -> None:
-    on_disk: dict[str, int] = {}  # when each file was last changed that is on the disk: syncing it again is a flush
-    while not stop.wait(FORGET_EVERY_S):
-        for inside, _, names in os.walk(folder):  # goes on where a folder is dropped meanwhile
-            for name in names:
-                if is_chunk(name):
-                    with suppress(FileNotFoundError):
-                        _forget_file(f"{inside}/{name}", on_disk)
-
-
-def _forget_file(path: str, on_disk: dict[str, int]) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        changed_ns = os.fstat(fd).st_mtime_ns
-        if on_disk.get(path) != changed_ns:
-            os.fdatasync(fd)
-            on_disk[path] = changed_ns
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+_FORGET = """
+import os, sys, time
+on_disk = {}  # when each file was last changed that is on the disk: syncing it again is a flush
+parent = os.getppid()
+print("ready", flush=True)
+while os.getppid() == parent:
+    time.sleep(float(sys.argv[2]))
+    for inside, _, names in os.walk(sys.argv[1]):
+        for name in names:
+            if name.startswith("c."):
+                path = inside + "/" + name
+                try:
+                    fd = os.open(path, os.O_RDONLY)
+                except FileNotFoundError:  # dropped meanwhile
+                    continue
+                changed_ns = os.fstat(fd).st_mtime_ns
+                if on_disk.get(path) != changed_ns:
+                    os.fdatasync(fd)
+                    on_disk[path] = changed_ns
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+"""
 
 
 def measure(work: Work, rounds: int, folder: Path, hardware: str) -> list[Way]:
