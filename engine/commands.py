@@ -149,7 +149,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
     planner, budget = Planner(plan=plan, profile=profile), _budget(arguments, plan, Path())
     result = planner.forecast(budget)
-    offers = planner.offers(budget)
+    offers = planner.offers(result)
     data = {**result.as_dict(), "pareto": [offer.as_dict() for offer in offers]}
     _write_trace(arguments, result.recording)
     _write_report(arguments, data, result)

@@ -5,6 +5,9 @@ choices that are *gradual* share one axis: a path from the fastest values of all
 ladder at a time, each time one that helps the stage that needs the most of the device there. Every other choice has an
 axis of its own. A *place* says how far one has come on each axis.
 
+What is looked at first is what may take the least seconds. These need not rise along an axis (a wave of unequal
+branches is padded to the longest), so what is known of a place with all that is further on is the least of all of them.
+
 Invariant: the lattice depends on the plan alone and never on a budget. This module is pure.
 """
 
@@ -12,7 +15,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, product
 
 from engine.plan import Choices
 
@@ -51,6 +56,15 @@ class Lattice:
         """Return the axes on which any of the named choices changes."""
         return [axis for axis, mine in enumerate(self._names) if any(name in names for name in mine)]
 
+    def bounds(self, own_s: Callable[[Choices], float]) -> Bounds:
+        """Return the bounds that follow from the least seconds of choices; infinite for what is not to be looked at."""
+        own = {place: own_s(self.choices(place)) for place in product(*map(range, self.sizes))}
+        beyond: dict[Place, float] = {}
+        for place in reversed(own):
+            further = (beyond.get(_step(place, axis), math.inf) for axis in self.every_axis)
+            beyond[place] = min(own[place], *further, math.inf)
+        return Bounds(own_s=own, beyond_s=beyond)
+
     def choices(self, place: Place) -> Choices:
         """Return the choices at a place, in the order of the ladders."""
         found: dict[str, int] = {}
@@ -74,30 +88,63 @@ def _path(
         at[(helpful or left)[0]] += 1
 
 
-class Frontier:
-    """Places that are still to be looked at, by the least seconds that they can take; none comes twice.
+def _step(place: Place, axis: int) -> Place:
+    return (*place[:axis], place[axis] + 1, *place[axis + 1 :])
 
-    ``least_s`` tells these of a place: infinite for one that is not to be looked at, nor what is behind it.
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The least seconds of the choices at every place, and of those there and at all places further on."""
+
+    own_s: Mapping[Place, float]
+    beyond_s: Mapping[Place, float]
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Item:
+    """Something to be looked at: choices, or the choices of ``place`` with all that is further on.
+
+    Nothing of it takes less than ``least_s``.
     """
 
-    def __init__(self, sizes: Place, least_s: Callable[[Place], float]) -> None:
-        self._sizes, self._least_s = sizes, least_s
-        start = (0,) * len(sizes)
-        self._heap: list[tuple[float, Place]] = [(least_s(start), start)]
-        self._seen = {start}
+    least_s: float
+    number: int
+    choices: Choices = field(compare=False)
+    place: Place | None = field(default=None, compare=False)
 
-    def pop(self) -> tuple[float, Place] | None:
-        """Return the next place, with the least seconds that are known of it."""
-        return heapq.heappop(self._heap) if self._heap else None
 
-    def push(self, least_s: float, place: Place) -> None:
-        heapq.heappush(self._heap, (least_s, place))
+class Frontier:
+    """What is still to be looked at, by the least seconds that it can take; no place and no choices come twice."""
 
-    def push_further(self, least_s: float, place: Place, axes: Collection[int]) -> None:
+    def __init__(self, lattice: Lattice, bounds: Bounds) -> None:
+        self._lattice, self._bounds = lattice, bounds
+        self._heap: list[Item] = []
+        self._numbers = count()
+        self._seen: set[Hashable] = set()
+        self._open((0,) * len(lattice.sizes))
+
+    def pop(self, below_s: float) -> Item | None:
+        """Return the next item that may take less than ``below_s``; None where there is none."""
+        return heapq.heappop(self._heap) if self._heap and self._heap[0].least_s < below_s else None
+
+    def add(self, least_s: float, choices: Choices) -> None:
+        """Put in choices, unless they were there."""
+        key = frozenset(choices.items())
+        if key not in self._seen:
+            self._seen.add(key)
+            self.put_back(least_s, choices)
+
+    def put_back(self, least_s: float, choices: Choices) -> None:
+        """Put in choices of which more is known now."""
+        heapq.heappush(self._heap, Item(least_s=least_s, number=next(self._numbers), choices=choices))
+
+    def open_further(self, place: Place, axes: Collection[int]) -> None:
         """Put in what is one step further on each of ``axes``."""
         for axis in axes:
-            further = (*place[:axis], place[axis] + 1, *place[axis + 1 :])
-            if further[axis] < self._sizes[axis] and further not in self._seen:
-                self._seen.add(further)
-                if (own_s := self._least_s(further)) < math.inf:
-                    self.push(max(least_s, own_s), further)
+            self._open(_step(place, axis))
+
+    def _open(self, place: Place) -> None:
+        if place in self._bounds.beyond_s and place not in self._seen:
+            self._seen.add(place)
+            least_s, choices = self._bounds.beyond_s[place], self._lattice.choices(place)
+            heapq.heappush(self._heap, Item(least_s=least_s, number=next(self._numbers), choices=choices, place=place))

@@ -2,14 +2,13 @@
 
 A plan's `ChoiceSpace` has a ladder of values for every choice, from the fastest to the slowest. They make a lattice
 (`engine.lattice`), which a `Planner` searches best-first by a bound that no budget improves on, the plan's compute
-time. It schedules what fits, and goes on while anything in the lattice could still be faster than the best so far.
-Where a stage does not fit, only the choices that change what that stage needs are pulled, so a budget that is missed by
-a byte pulls the next lever.
+time, together with the leanest choices of all. It schedules what fits, and goes on while anything could still be faster
+than the best so far. Where a stage does not fit, only the choices that change what that stage needs are pulled, so a
+budget that is missed by a byte pulls the next lever.
 
-Guarantees: what is found is the fastest in the lattice that fits, as far as `make_schedule` schedules each, provided
-that compute time does not fall along a ladder; the lattice does not depend on the budget, so a larger one gives no
-slower plan; a plan that is refused for its device bytes fits under no choice: ``smallest_device_bytes`` is the lowest
-floor of any of them.
+Guarantees: what is found is the fastest of these that fits, as far as `make_schedule` schedules each; which they are
+does not depend on the budget, so a larger one gives no slower plan; a plan that is refused for its device bytes fits
+under no choice: ``smallest_device_bytes`` is the lowest floor of any of them.
 
 Plans that repeat steps are judged by a sketch that has each kind of step once.
 """
@@ -27,7 +26,7 @@ from engine.budget import Budget, Tier
 from engine.driver import drive
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
-from engine.lattice import Frontier, Lattice, Place
+from engine.lattice import Bounds, Frontier, Lattice, Place
 from engine.needs import needs_of
 from engine.origin import at
 from engine.placement import Placement
@@ -165,44 +164,52 @@ class Planner:
     def best(self, budget: Budget) -> Found:
         """Return the fastest choices within ``budget``. Raises DoesNotFitError as `forecast` does."""
         self._check_smallest(budget)
-        lattice, best = self._lattice, None
-        frontier = Frontier(lattice.sizes, self._least_s)
+        frontier, best = Frontier(self._lattice, self._bounds), None
+        for choices in self._leanest:  # some of them may lie beside the lattice
+            frontier.add(self._least_s(choices), choices)
         refused: list[tuple[Choices, DoesNotFitError]] = []
-        while (item := frontier.pop()) is not None and (best is None or item[0] < best.seconds):
-            (least_s, place), choices = item, lattice.choices(item[1])
+        while (item := frontier.pop(math.inf if best is None else best.seconds)) is not None:
+            if item.place is not None:
+                self._look_further(frontier, item.place, budget, math.inf if best is None else best.seconds)
+            elif self._floor(item.choices)[0] <= budget.device_bytes:
+                compute_s = self._placer(self._sketch(item.choices)).total_compute_s
+                if compute_s > item.least_s:
+                    frontier.put_back(compute_s, item.choices)
+                else:
+                    best = self._better(best, self._sketch(item.choices), budget, refused)
+        if best is None:
+            raise _none_fits(refused)
+        return best
+
+    def _look_further(self, frontier: Frontier, place: Place, budget: Budget, below_s: float) -> None:
+        """Put in the choices at a place if they may take less than ``below_s``, and the places behind it.
+
+        Where they do not fit, neither does what needs as much: only what changes the binding stage is looked at.
+        """
+        lattice, own_s = self._lattice, self._bounds.own_s[place]
+        axes = lattice.every_axis
+        if own_s < below_s:
+            choices = lattice.choices(place)
             need, binding = self._floor(choices)
             if need > budget.device_bytes:
-                frontier.push_further(least_s, place, lattice.axes_of(self._levers(binding)))
-                continue
-            sketch = self._sketch(choices)
-            compute_s = self._placer(sketch).total_compute_s
-            if compute_s > least_s:
-                frontier.push(compute_s, place)
-                continue
-            best = self._better(best, sketch, budget, refused)
-            frontier.push_further(least_s, place, lattice.every_axis)
-        return best or self._leanest_that_fits(budget, refused)
+                axes = lattice.axes_of(self._levers(binding))
+            else:
+                frontier.add(own_s, choices)
+        frontier.open_further(place, axes)
 
-    def _least_s(self, place: Place) -> float:
-        """Return the least seconds of the choices at a place of the lattice; infinite where they are not declared."""
-        space, choices = self.plan.space, self._lattice.choices(place)
+    @cached_property
+    def _bounds(self) -> Bounds:
+        return self._lattice.bounds(self._least_s)
+
+    def _least_s(self, choices: Choices) -> float:
+        """Return the least seconds that choices take; infinite where they are not declared."""
+        space = self.plan.space
         if space is None:
             return 0.0
         if not space.declares(choices):
             return math.inf
         cost, num_stages = space.least_cost(choices)
         return self.profile.seconds(cost) + (num_stages - 1) * self.profile.stage_s
-
-    def _leanest_that_fits(self, budget: Budget, refused: list[tuple[Choices, DoesNotFitError]]) -> Found:
-        """Return the fastest of the leanest choices, where nothing in the lattice fits. Raises DoesNotFitError."""
-        best, tried = None, [dict(choices) for choices, _ in refused]
-        for choices in self._leanest:
-            sketch = self._sketch(choices)
-            if sketch.choices not in tried and self._floor(choices)[0] <= budget.device_bytes:
-                best = self._better(best, sketch, budget, refused)
-        if best is None:
-            raise _none_fits(refused)
-        return best
 
     def _better(
         self, best: Found | None, sketch: Plan, budget: Budget, refused: list[tuple[Choices, DoesNotFitError]]
@@ -217,27 +224,25 @@ class Planner:
             return best
         return Found(sketch=sketch, placement=placement, seconds=seconds)
 
-    def offers(self, budget: Budget) -> list[Offer]:
-        """Return what device budgets buy, the other tiers being as they are: the Pareto front of bytes and time.
+    def offers(self, forecast: Forecast) -> list[Offer]:
+        """Return what device budgets buy beside that of a forecast: the Pareto front of bytes and time.
 
-        It begins with the smallest budget that works; ``budget`` itself is always there, and larger ones as far as
-        they buy something.
-
-        Raises:
-            DoesNotFitError: ``budget`` is too small.
+        It begins with the smallest budget that works; the forecast's own is always there, and larger ones as far as
+        they buy something. Of a plan that repeats steps the seconds of the others are in proportion to its sketch's.
         """
-        self._check_smallest(budget)
+        budget = forecast.budget
+        mine_s = self.best(budget).seconds
+        scale = forecast.makespan_s / mine_s if mine_s else 1.0
         sizes = [self.smallest[1], budget.device_bytes]
         sizes += [int(budget.device_bytes * factor) for factor in _LARGER_BUDGETS]
         found: list[Offer] = []
         for nbytes in sorted({size for size in sizes if size >= self.smallest[1]}):
             try:
                 best = self.best(replace(budget, device_bytes=nbytes))
-            except DoesNotFitError:
-                if nbytes >= budget.device_bytes:
-                    raise
-                continue  # what has to leave so small a device has no room elsewhere
-            offer = Offer(device_bytes=nbytes, seconds=best.seconds, choices=dict(best.sketch.choices))
+            except DoesNotFitError:  # what has to leave so small a device has no room elsewhere
+                continue
+            seconds = forecast.makespan_s if nbytes == budget.device_bytes else scale * best.seconds
+            offer = Offer(device_bytes=nbytes, seconds=seconds, choices=dict(best.sketch.choices))
             if nbytes == budget.device_bytes or not found or offer.seconds < _WORTH_IT * found[-1].seconds:
                 found.append(offer)
         return found

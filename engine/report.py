@@ -73,11 +73,10 @@ def _offer_lines(forecast: Forecast, offers: Sequence[Offer]) -> list[str]:
     mine = next((offer for offer in offers if offer.device_bytes == forecast.budget.device_bytes), None)
     if mine is None or len(offers) < 2:
         return []
-    scale = forecast.makespan_s / mine.seconds if mine.seconds else 1.0
     rows = [
         [
             format_bytes(offer.device_bytes),
-            format_seconds(scale * offer.seconds),
+            format_seconds(offer.seconds),
             ", ".join(f"{name} {value}" for name, value in offer.choices.items() if value != mine.choices[name])
             or ("this one" if offer is mine else "same choices"),
         ]

@@ -20,9 +20,14 @@ from tests.property.test_schedules import SECONDS, budgets, larger_budgets, rand
 
 @dataclass
 class Scaled:
-    """A plan whose odd and even stages trade workspace for time: twice the time at half the workspace, twice over."""
+    """A plan whose odd and even stages trade workspace for time.
+
+    At ``1/value`` of the workspace they take ``factors`` of the time, which need not rise along a ladder. Where the
+    choices are gradual, the leanest ones may lie beside their path.
+    """
 
     plan: Plan
+    factors: Mapping[int, float] = field(default_factory=lambda: {1: 1, 2: 2, 4: 4})
     ladders: Mapping[str, Sequence[int]] = field(default_factory=lambda: {"even": (1, 2, 4), "odd": (1, 2, 4)})
     gradual: Sequence[str] = ()
     hindrance: str | None = None
@@ -31,10 +36,14 @@ class Scaled:
         return True
 
     def least_cost(self, choices: Choices) -> tuple[Cost, int]:
-        return Cost(), 1
+        flops = sum(self._flops(stage, choices) for stage in self.plan.stages.values())
+        return Cost(flops=flops), len(self.plan.stages)
+
+    def _flops(self, stage: Stage, choices: Choices) -> float:
+        return stage.cost.flops * self.factors[choices[self._choice(stage)]]
 
     def leanest(self) -> list[Choices]:
-        return [{"even": 4, "odd": 4}]
+        return [{"even": 4, "odd": 4}, {"even": 4, "odd": 1}]
 
     def levers(self, stage: Stage) -> list[str]:
         return [self._choice(stage)]
@@ -54,7 +63,7 @@ class Scaled:
             plan.value(value)
         for stage in self.plan.stages.values():
             factor = choices[self._choice(stage)]
-            cost = Cost(flops=stage.cost.flops * factor)
+            cost = Cost(flops=self._flops(stage, choices))
             plan.add(replace(stage, workspace_bytes=stage.workspace_bytes // factor, cost=cost))
         return plan
 
@@ -69,10 +78,18 @@ def seconds(space: Scaled, budget: Budget) -> float | None:
         return None
 
 
-@given(data=st.data(), plan=random_plans(most_stages=12))
+FACTORS = st.lists(st.sampled_from((0.25, 1.0, 2.0, 3.0)), min_size=3, max_size=3).map(
+    lambda found: dict(zip((1, 2, 4), found, strict=True))
+)
+GRADUAL = st.sampled_from([(), ("even", "odd")])
+
+
+@given(data=st.data(), plan=random_plans(most_stages=12), factors=FACTORS, gradual=GRADUAL)
 @settings(max_examples=40)
-def test_a_bigger_budget_never_gives_a_slower_plan(data: st.DataObject, plan: Plan) -> None:
-    space, budget = Scaled(plan), data.draw(budgets(plan))
+def test_a_bigger_budget_never_gives_a_slower_plan(
+    data: st.DataObject, plan: Plan, factors: Mapping[int, float], gradual: Sequence[str]
+) -> None:
+    space, budget = Scaled(plan, factors=factors, gradual=gradual), data.draw(budgets(plan))
     before = seconds(space, budget)
     assume(before is not None)
     after = seconds(space, data.draw(larger_budgets(plan, budget)))
@@ -81,16 +98,18 @@ def test_a_bigger_budget_never_gives_a_slower_plan(data: st.DataObject, plan: Pl
     assert after <= before * (1 + 1e-12)
 
 
-@given(data=st.data(), plan=random_plans(most_stages=12))
+@given(data=st.data(), plan=random_plans(most_stages=12), factors=FACTORS)
 @settings(max_examples=25)
-def test_what_is_found_is_the_fastest_of_all_choices(data: st.DataObject, plan: Plan) -> None:
-    space, budget = Scaled(plan), data.draw(budgets(plan))
+def test_what_is_found_is_the_fastest_of_all_choices(
+    data: st.DataObject, plan: Plan, factors: Mapping[int, float]
+) -> None:
+    space, budget = Scaled(plan, factors=factors), data.draw(budgets(plan))
     found = seconds(space, budget)
     each = []
     for even, odd in itertools.product((1, 2, 4), repeat=2):
-        alone = replace(space.lower({"even": even, "odd": odd}), space=None)
+        alone = replace(space.planner(), fixed={"even": even, "odd": odd})
         try:
-            each.append(Planner(plan=alone, profile=SECONDS).forecast(budget).makespan_s)
+            each.append(alone.forecast(budget).makespan_s)
         except DoesNotFitError:
             continue
     assert found == (min(each) if each else None)

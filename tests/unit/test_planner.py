@@ -39,7 +39,7 @@ class Halving:
         return True
 
     def least_cost(self, choices: Choices) -> tuple[Cost, int]:
-        return Cost(), 1
+        return Cost(flops=sum(1e11 / number for number in choices.values())), len(choices)
 
     def leanest(self) -> list[Choices]:
         return [{"rows": 8, "columns": 1}, {"rows": 1, "columns": 1}]
@@ -160,7 +160,7 @@ def test_choices_that_are_fixed_are_taken_whatever_else_would_be_faster() -> Non
 def test_offers_begin_with_the_smallest_budget_hold_the_own_one_and_get_faster() -> None:
     space = Halving()
     planner = Planner(plan=space.lower({"rows": 8, "columns": 8}), profile=CPU)
-    offers = planner.offers(device(2500))
+    offers = planner.offers(planner.forecast(device(2500)))
     assert offers[0].device_bytes == planner.smallest[1] == 1100
     assert 2500 in [offer.device_bytes for offer in offers]
     assert all(after.seconds < before.seconds for before, after in itertools.pairwise(offers))
@@ -183,12 +183,6 @@ def test_a_plan_that_fits_the_device_but_neither_host_nor_disk_is_refused_with_a
         forecast(spilling_plan(), Budget(device_bytes=150, host_bytes=99, disk_bytes=99), CPU)
     assert raised.value.report["feasible"] is False
     assert raised.value.report["smallest_device_bytes"] == 100
-
-
-@pytest.mark.parametrize("budget", [Budget(device_bytes=150, host_bytes=99, disk_bytes=99), device(99)], ids=str)
-def test_nothing_is_offered_beside_a_budget_that_is_too_small(budget: Budget) -> None:
-    with pytest.raises(DoesNotFitError):
-        Planner(plan=spilling_plan(), profile=CPU).offers(budget)
 
 
 def test_a_forecast_has_every_key_of_simulate_as_plain_data() -> None:
