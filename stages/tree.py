@@ -178,7 +178,7 @@ class Batch:
     chunk: Chunk
     tokens: tuple[Tokens, ...]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """The tokens of the longest branch."""
         longest = max(len(tokens.inputs) for tokens in self.tokens)
