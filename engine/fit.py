@@ -6,8 +6,8 @@ A `Fitter` makes plan after plan with a plan function, asks a `Planner` about ea
 Whether a plan fits is told from few of its choices: its fastest, those that the last one fitted with, and the leanest
 of its `ChoiceSpace`. What does not fit under the leanest is refused without a look at all others: they need no fewer
 device bytes, and what they keep elsewhere is no less. Time and choices of the value that is found come from a walk to
-faster choices, one ladder after another, as long as that helps; ``engine simulate`` looks at all of them, which takes
-longer, and may find faster ones.
+faster choices, one ladder after another, as long as that helps. A `Planner`'s search is another one: either may find
+choices that are a few percent faster.
 
 Bounds: no value above `LARGEST_VALUE` is tried, and none is doubled that took longer to plan than `PATIENCE_S`.
 """

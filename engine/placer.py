@@ -66,6 +66,11 @@ def copy_s(profile: HardwareProfile, value: Value, source: Tier, target: Tier) -
     return profile.transfer_s(source, target, value.nbytes, num_pieces)
 
 
+def home_s(profile: HardwareProfile, value: Value, tier: Tier) -> float:
+    """Return the seconds that a Value's home takes to make and to remove: on the disk, tensor by tensor."""
+    return len(value.tensors) * profile.array_s if tier is Tier.DISK and not value.provided else 0.0
+
+
 class Unit(NamedTuple):
     """A gap of a Value, or its whole life where it is only streamed: on the device from ``first`` to ``last``."""
 
@@ -133,7 +138,8 @@ class Placer:
             (hidden if stage in placement.doubled else waited)[stage] += seconds
         together = self.profile.together_s
         rows = zip(self.compute_s.tolist(), hidden, waited, strict=True)
-        return float(sum(together(compute, behind, alone) for compute, behind, alone in rows))
+        homes_s = sum(home_s(self.profile, needs.values[number], home) for number, home in placement.homes.items())
+        return float(sum(together(compute, behind, alone) for compute, behind, alone in rows)) + homes_s
 
     def _add_copies(self, placement: Placement, number: int, waited: list[float], hidden: list[float]) -> None:
         """Add the time of a Value's copies."""
@@ -504,13 +510,32 @@ class Placer:
         for tier, extra in ((Tier.HOST, staging_bytes), (Tier.DISK, 0)):
             need = extra + self._home_bytes([n for n, home in homes.items() if home is tier], births)
             if need > budget[tier]:
-                away = self._home_bytes(list(homes), births)
-                buffer = f", {format_bytes(extra)} of it the buffer between device and disk" if extra else ""
-                raise DoesNotFitError(
-                    f"{format_bytes(away)} have to leave the device at one time, and need {format_bytes(need)} "
-                    f"({need} bytes) of the {tier}{buffer}, but the budget is {format_bytes(budget.host_bytes)} of "
-                    f"host and {format_bytes(budget.disk_bytes)} of disk; give more of either, or more device"
+                trouble = self._fixed_trouble(tier, extra, need, births, budget) or (
+                    f"{format_bytes(self._home_bytes(list(homes), births))} have to leave the device at one time, and "
+                    f"need {format_bytes(need)} ({need} bytes) of the {tier}{_of_it(extra)}, but the budget is "
+                    f"{format_bytes(budget.host_bytes)} of host and {format_bytes(budget.disk_bytes)} of disk; give "
+                    "more of either, or more device"
                 )
+                raise DoesNotFitError(trouble, report={"tier": str(tier)})
+
+    def _fixed_trouble(self, tier: Tier, extra: int, in_all: int, births: Numbers, budget: Budget) -> str | None:
+        """Say what has to be on a tier and can be nowhere else, if that is too much already."""
+        needs = self.needs
+        fixed = [number for number in needs.outside if needs.values[number].tiers == (tier,)]
+        need = extra + self._home_bytes(fixed, births)
+        if need <= budget[tier] or (not fixed and need < in_all):
+            return None
+        largest = max(fixed, key=lambda number: int(needs.nbytes[number]), default=None)
+        named = "" if largest is None else f", the largest of them {needs.names[largest]}"
+        what = f"what can be nowhere else{named}," if fixed else "the buffer between device and disk"
+        return (
+            f"{what} takes {format_bytes(need)} ({need} bytes) of the {tier}{_of_it(extra) if fixed else ''}, but the "
+            f"budget is {format_bytes(budget[tier])} of {tier}; give --budget {tier}={need} or more"
+        )
+
+
+def _of_it(buffer_bytes: int) -> str:
+    return f", {format_bytes(buffer_bytes)} of it the buffer between device and disk" if buffer_bytes else ""
 
 
 def _makes_home(step: Step) -> bool:

@@ -308,7 +308,7 @@ class Planner:
         try:
             return best_placement(self._placer(plan), budget)
         except DoesNotFitError as error:
-            error.report = self._report(plan, str(error.report.get("binding_stage", "")), budget)
+            error.report = self._report(plan, budget) | error.report
             raise
 
     def _check_smallest(self, budget: Budget) -> None:
@@ -317,13 +317,16 @@ class Planner:
             whole = self.plan.lowered(choices)
             need, stage = device_floor(whole)
             refusal = _refusal(stage, need, budget, self.plan.space)
-            raise DoesNotFitError(refusal, report=self._report(whole, stage.name, budget))
+            found = {"binding_stage": stage.name, "tier": str(Tier.DEVICE)}
+            raise DoesNotFitError(refusal, report=self._report(whole, budget) | found)
 
-    def _report(self, plan: Plan, binding_stage: str, budget: Budget) -> dict[str, object]:
+    def _report(self, plan: Plan, budget: Budget) -> dict[str, object]:
+        """Return what a refusal says as data; ``tier`` is the one that is too small."""
         return {
             "feasible": False,
             "budget_bytes": budget.as_dict(),
-            "binding_stage": binding_stage,
+            "tier": "",
+            "binding_stage": "",
             "smallest_device_bytes": self.smallest[1],
             "num_stages": len(plan.stages),
             "choices": dict(plan.choices),

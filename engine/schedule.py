@@ -179,7 +179,7 @@ def _check_device(needs: Needs, budget: Budget) -> None:
         raise DoesNotFitError(
             f"stage {stage.name} needs {format_bytes(least_bytes)} ({least_bytes} bytes) on the device, with "
             f"all that has to stay there; the budget is {format_bytes(budget.device_bytes)}",
-            report={"binding_stage": stage.name},
+            report={"binding_stage": stage.name, "tier": str(Tier.DEVICE)},
         )
 
 

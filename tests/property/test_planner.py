@@ -145,5 +145,5 @@ def test_a_refusal_on_host_or_disk_says_how_many_choices_were_tried(data: st.Dat
         if device_floor(space.lower(choices))[0] <= tight.device_bytes
     ]
     assume(len(fitting) > 1)
-    with pytest.raises(DoesNotFitError, match=f"have to leave the device .*{len(fitting) - 1} other choices"):
+    with pytest.raises(DoesNotFitError, match=f"{len(fitting) - 1} other choices"):
         planner.forecast(tight)

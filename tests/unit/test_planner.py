@@ -125,6 +125,7 @@ def test_a_byte_below_the_smallest_is_refused_with_stage_need_and_remedy() -> No
     assert error.report == {
         "feasible": False,
         "budget_bytes": {"device": 1099, "host": UNLIMITED_BYTES, "disk": UNLIMITED_BYTES},
+        "tier": "device",
         "binding_stage": "rows",
         "smallest_device_bytes": 1100,
         "num_stages": 2,
@@ -182,7 +183,24 @@ def test_a_plan_that_fits_the_device_but_neither_host_nor_disk_is_refused_with_a
     with pytest.raises(DoesNotFitError, match=r"100 B have to leave the device at one time, and need 100 B") as raised:
         forecast(spilling_plan(), Budget(device_bytes=150, host_bytes=99, disk_bytes=99), CPU)
     assert raised.value.report["feasible"] is False
+    assert raised.value.report["tier"] == "disk"
     assert raised.value.report["smallest_device_bytes"] == 100
+
+
+def file_plan() -> Plan:
+    """A file of 100 bytes that its stage writes, and nothing else."""
+    plan = Plan(name="file")
+    spec = TensorSpec(shape=(100,), dtype="uint8")
+    plan.value(Value(name="checkpoint", tensors={"t": spec}, tiers=(Tier.DISK,), provided=True, keep=True))
+    plan.add(Stage(name="save", kind="work", run=nothing, writes=("checkpoint",)))
+    return plan
+
+
+def test_a_file_that_the_disk_has_no_room_for_is_named_with_the_budget_that_helps() -> None:
+    refusal = r"nowhere else, the largest of them checkpoint, takes 100 B .* give --budget disk=100 or more"
+    with pytest.raises(DoesNotFitError, match=refusal) as raised:
+        forecast(file_plan(), Budget(device_bytes=1000, host_bytes=1000, disk_bytes=99), CPU)
+    assert raised.value.report["tier"] == "disk"
 
 
 def test_a_forecast_has_every_key_of_simulate_as_plain_data() -> None:
