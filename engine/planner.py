@@ -65,8 +65,8 @@ class Forecast:
 
     @property
     def bound(self) -> str:
-        """What the time goes into: ``arithmetic``, or ``transfers`` where those are waited for longer."""
-        return "arithmetic" if self.compute_s >= self.waited_s else "transfers"
+        """What the time could not be below if all were hidden that can be: ``arithmetic``, or ``transfers``."""
+        return "arithmetic" if self.compute_s >= self.transfer_s else "transfers"
 
     def as_dict(self) -> dict[str, object]:
         """Return the keys of ``engine simulate --json``."""
