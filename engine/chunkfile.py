@@ -4,7 +4,7 @@ A new chunk's space is reserved before its first byte, unless one write brings a
 chunk that is replaced is overwritten where it lies: that takes no room, and no second file that would have to be
 renamed. So a process that is killed can leave half a chunk,
 new or replaced; it never passes for a whole one, since its checksum is not the one in the journal. An error while
-writing removes the file. A full disk is told with the bytes that were needed and free.
+writing removes the file. A full disk is told with the bytes that were needed and free (`engine.full_disk`).
 
 The checksum is taken block by block while the block is still in the processor's cache, and lets other threads run in
 between: the library that computes it holds the interpreter.
@@ -15,16 +15,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import numpy as np
 
-from engine.errors import StageFailedError
-from engine.units import MIB, format_bytes
+from engine.full_disk import full_disk_explained
+from engine.units import MIB
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -34,15 +33,6 @@ BLOCK_BYTES = MIB
 
 SYNCED_AT_ONCE = 16
 # Enough to keep a disk busy; a process may have a thousand files open.
-
-
-class StoreFullError(StageFailedError):
-    """The disk has no room for a chunk. The run can be resumed once there is."""
-
-    def __init__(self, message: str, *, needed_bytes: int, free_bytes: int) -> None:
-        super().__init__(message)
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
 
 
 def as_bytes(array: Array) -> memoryview:
@@ -150,23 +140,6 @@ def _read_blocks(fd: int, data: Array) -> int:
             rest = rest[num_read:]
         crc = google_crc32c.extend(crc, block)
     return crc
-
-
-@contextlib.contextmanager
-def full_disk_explained(root: Path, needed_bytes: int, what: str) -> Iterator[None]:
-    """Turn the error of a full disk, or of a used-up quota, into ``StoreFullError``."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free_bytes = shutil.disk_usage(root if root.exists() else root.parent).free
-        raise StoreFullError(
-            f"no room for {what}: it needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), the disk of {root} has "
-            f"{free_bytes} free ({format_bytes(free_bytes)}): {error.strerror}; make room, then resume the run",
-            needed_bytes=needed_bytes,
-            free_bytes=free_bytes,
-        ) from error
 
 
 def verify_chunks(root: Path, checksums: Mapping[str, int]) -> list[str]:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,10 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 from engine.budget import Budget, default_budget, merge_budget, parse_budget
 from engine.errors import DoesNotFitError, EngineError, RunDirectoryError, StageFailedError, UsageError
+from engine.journal import Journal, PlanRecord, RunFinished, StageCommit, read_journal
 from engine.loader import find_plan, parse_settings
 from engine.output import discard, flush_or_discard, only_the_object
 from engine.plain import finite, plain
 from engine.plan import Choices, Plan
+from engine.run import (
+    RunDirectory,
+    atomic_write_bytes,
+    atomic_write_text,
+    check_writable,
+    default_run_path,
+    disk_usage_bytes,
+)
+from engine.units import format_bytes
 
 if TYPE_CHECKING:
     from engine.planner import Forecast
@@ -53,7 +64,7 @@ def _guarded(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except KeyboardInterrupt:
-        run = getattr(arguments, "started_run", None)
+        run = _started(arguments)
         advice = f"; engine resume {run} repeats it from its beginning; what was sampled is kept" if run else ""
         print(f"engine: interrupted{advice}", file=sys.stderr)
         return INTERRUPTED
@@ -63,12 +74,19 @@ def _guarded(arguments: argparse.Namespace) -> int:
         print(f"engine: error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"engine: error: {error}", file=sys.stderr)
-        return StageFailedError.exit_code if getattr(arguments, "started_run", None) else UsageError.exit_code
+        run = _started(arguments)
+        print(f"engine: error: {error}{f'; mend that, then engine resume {run}' if run else ''}", file=sys.stderr)
+        return StageFailedError.exit_code if run else UsageError.exit_code
     except Exception as error:  # not foreseen: exit code 1 would say "audit out of tolerance"
         traceback.print_exc(file=sys.stderr)
         print(f"engine: internal error: {type(error).__name__}: {error}; please report it", file=sys.stderr)
         return StageFailedError.exit_code
+
+
+def _started(arguments: argparse.Namespace) -> Path | None:
+    """Return the directory of a run that was started and is not finished; one without a journal is none."""
+    run: Path | None = getattr(arguments, "started_run", None)
+    return run if run is not None and RunDirectory(path=run).journal_path.is_file() else None
 
 
 def _emit(arguments: argparse.Namespace, data: Mapping[str, object], text: Callable[[], str]) -> None:
@@ -94,7 +112,6 @@ def _check_pictures(arguments: argparse.Namespace, run: Path | None = None) -> N
     ``run`` is the run directory, whose files are its own.
     """
     from engine.pictures.page import check_report_packages
-    from engine.run import check_writable
 
     for path in (arguments.trace, arguments.report):
         if path is not None:
@@ -114,7 +131,6 @@ def _check_pictures(arguments: argparse.Namespace, run: Path | None = None) -> N
 
 
 def _write_trace(arguments: argparse.Namespace, *recordings: Recording) -> None:
-    from engine.run import atomic_write_text
     from engine.trace import chrome_trace
 
     if arguments.trace is not None:
@@ -125,7 +141,6 @@ def _write_report(
     arguments: argparse.Namespace, data: Mapping[str, Any], planned: Forecast, measured: Recording | None = None
 ) -> None:
     from engine.pictures.page import report_page
-    from engine.run import atomic_write_text
 
     if arguments.report is not None:
         atomic_write_text(Path(arguments.report), report_page(finite(data), planned, measured))
@@ -185,7 +200,6 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    from engine.run import default_run_path
 
     run = Path(arguments.run) if arguments.run else default_run_path(Path(arguments.plan).stem, datetime.now())
     _check_pictures(arguments, run)
@@ -193,7 +207,9 @@ def _execute(arguments: argparse.Namespace) -> int:
     for text in (str(run.absolute()), arguments.plan, os.getcwd(), *arguments.settings):
         if not text.isascii() and text != text.encode("utf-8", "replace").decode():
             raise UsageError(f"{text!r} is not valid UTF-8, so a run could not record it; use another name")
-    _refuse_full_directory(run)
+    if (journal := RunDirectory(path=run).journal_path).is_file():
+        Journal.check_free(journal)
+    RunDirectory.check_new(run)
     plan, source = _load(arguments)
     wanted = {"gradients": arguments.save_gradients} if arguments.save_gradients else {}
     recipe = {
@@ -206,15 +222,6 @@ def _execute(arguments: argparse.Namespace) -> int:
         "cwd": os.getcwd(),
     }
     return _run_plan(arguments, plan, source, run, wanted, recipe)
-
-
-def _refuse_full_directory(run: Path) -> None:
-    """Say at once, not after minutes of planning, that a run directory is taken."""
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        raise UsageError(
-            f"run directory {str(run)!r} exists and is not empty; "
-            f"engine resume {run} finishes it if it is unfinished; else name another with --run"
-        )
 
 
 def _run_plan(
@@ -235,7 +242,9 @@ def _run_plan(
     from engine.runtime import execute, new_recording
 
     planner = Planner(plan=plan, profile=load_profile(arguments.hardware), fixed=fixed or {})
-    planned = planner.forecast(_budget(arguments, plan, run))
+    budget = _budget(arguments, plan, run)
+    _note_disk(budget, run)
+    planned = planner.forecast(budget)
     for note in plan.notes:
         print(f"note: {note}", file=sys.stderr)
     progress, recording = Progress(len(planned.schedule.stages)), new_recording(planned)
@@ -257,6 +266,18 @@ def _run_plan(
     _write_report(arguments, data, planned, recording)
     _emit(arguments, data, lambda: describe_outcome(planned, outcome, str(run), comparison) + _written(arguments))
     return 0
+
+
+def _note_disk(budget: Budget, run: Path) -> None:
+    """Say before the planning that the disk has less room than the budget; what the run has there is room, too."""
+    existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
+    room_bytes = shutil.disk_usage(existing).free + disk_usage_bytes(run)
+    if budget.disk_bytes > room_bytes:
+        print(
+            f"note: the budget has {format_bytes(budget.disk_bytes)} of disk, but the disk of {existing} has only "
+            f"{format_bytes(room_bytes)} free; the run stops where that is used up, and can be resumed",
+            file=sys.stderr,
+        )
 
 
 def _compare(plan: Plan, budget: Budget) -> Mapping[str, Any]:
@@ -284,7 +305,6 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine on the shipped plan that was made for it, and write the profile."""
-    from engine.run import atomic_write_text, check_writable
 
     check_writable(arguments.output)
     from engine.calibrate import MEASURED, PLAN, ROUNDS, calibrate
@@ -309,7 +329,6 @@ def _show(arguments: argparse.Namespace) -> int:
         return _show_run(arguments)
     if arguments.image is not None:
         from engine.pictures.image import check_image
-        from engine.run import check_writable
 
         check_writable(arguments.image)
         check_image(arguments.image)
@@ -334,16 +353,13 @@ def _show(arguments: argparse.Namespace) -> int:
 def _draw(plan: Plan, path: Path) -> None:
     from engine.pictures.collapse import collapse
     from engine.pictures.image import MOST_NODES, draw_image
-    from engine.run import atomic_write_bytes
 
     title = f"{plan.name}: {len(plan.stages)} stages"
     atomic_write_bytes(path, draw_image(collapse(plan, MOST_NODES), title, path.suffix))
 
 
 def _show_run(arguments: argparse.Namespace) -> int:
-    from engine.journal import PlanRecord, RunFinished, StageCommit, read_journal
     from engine.report import describe_commits
-    from engine.run import RunDirectory
 
     records, _ = read_journal(RunDirectory.open(Path(arguments.plan)).journal_path)
     plans = [record for record in records if isinstance(record, PlanRecord)]
@@ -365,8 +381,6 @@ def _show_run(arguments: argparse.Namespace) -> int:
 
 def _resume(arguments: argparse.Namespace) -> int:
     """Run an unfinished run again from its beginning, in the same directory; a finished one is left alone."""
-    from engine.journal import PlanRecord, RunFinished, read_journal
-    from engine.run import RunDirectory
 
     _check_pictures(arguments)
     for name in ("trace", "report"):  # where they mean it, not where the run was started
@@ -374,6 +388,7 @@ def _resume(arguments: argparse.Namespace) -> int:
             setattr(arguments, name, os.path.abspath(path))
     run = Path(arguments.run).absolute()
     directory = RunDirectory.open(run)
+    Journal.check_free(directory.journal_path)
     records, _ = read_journal(directory.journal_path)
     plans = [record for record in records if isinstance(record, PlanRecord)]
     if not plans:

@@ -80,6 +80,10 @@ class StageContext:
         """Return whether a Value is an object of its writer's making (`item`) instead of tensors."""
         return self._machine.plan.values[name].provided
 
+    def planned_bytes(self, name: str) -> int:
+        """Return the bytes that were planned for a Value."""
+        return self._machine.plan.values[name].nbytes
+
     @property
     def results(self) -> dict[str, Any]:
         """Plain data that the run reports (loss, metrics, ...)."""

@@ -52,3 +52,12 @@ class StageFailedError(EngineError):
     """A stage raised, or used more bytes than it planned; the run can be resumed."""
 
     exit_code = 5
+
+
+class StoreFullError(StageFailedError):
+    """A disk takes no more: no room, a used-up quota, a file too long. The run can be resumed once it does."""
+
+    def __init__(self, message: str, *, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes

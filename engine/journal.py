@@ -175,20 +175,20 @@ class Journal:
             RunDirectoryError: there is no journal, or it is damaged; it was not changed.
             UsageError: another process has it open, or the file system has no locks.
         """
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_APPEND)
-        except OSError as error:
-            raise RunDirectoryError(f"can't open the journal {path}: {error.strerror}") from error
-        journal = cls(path, fd, 0)
+        journal = cls(path, _open_locked(path), 0)
         with _closed_on_error(journal):
-            _lock(path, fd)
             _, journal._num_bytes = read_journal(path)
-            if journal._num_bytes < os.fstat(fd).st_size:
-                os.ftruncate(fd, journal._num_bytes)
-                os.fsync(fd)
+            if journal._num_bytes < os.fstat(journal._fd).st_size:
+                os.ftruncate(journal._fd, journal._num_bytes)
+                os.fsync(journal._fd)
             if journal._num_bytes == 0:
                 journal._write_header()
         return journal
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Raise now what `open` will raise, short of damage: it is not there, or another process has it."""
+        os.close(_open_locked(path))
 
     @property
     def path(self) -> Path:
@@ -418,6 +418,20 @@ def _damaged(path: Path, offset: int, problem: str) -> RunDirectoryError:
     return RunDirectoryError(
         f"journal {path} is damaged at byte {offset}: {problem}; restore the file from a copy, or start a new run"
     )
+
+
+def _open_locked(path: Path) -> int:
+    """Return a descriptor of the journal at ``path``, to append to, which no other process has."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND)
+    except OSError as error:
+        raise RunDirectoryError(f"can't open the journal {path}: {error.strerror}") from error
+    try:
+        _lock(path, fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _lock(path: Path, fd: int) -> None:

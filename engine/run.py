@@ -49,7 +49,24 @@ class RunDirectory:
         """Make an empty run directory at ``path``, with its parents.
 
         Raises:
-            UsageError: there is something at ``path`` already; nothing in it was touched.
+            UsageError: there is something at ``path`` already, and nothing in it was touched; or it can't be made.
+        """
+        cls.check_new(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            sync_directory(path.parent)
+        except OSError as error:
+            raise UsageError(
+                f"can't make run directory {path}: {error.strerror}; mend that, or name another with --run"
+            ) from error
+        return cls(path=path)
+
+    @classmethod
+    def check_new(cls, path: Path) -> None:
+        """Say at once, not after minutes of planning, that no run can begin at ``path``; changes nothing.
+
+        Raises:
+            UsageError: there is something at ``path`` already, it lies in another run, or it can't be written.
         """
         if path.exists() and not path.is_dir():
             raise UsageError(f"run directory {path} is a file; name another directory with --run")
@@ -61,9 +78,13 @@ class RunDirectory:
         outer = next((parent for parent in path.absolute().parents if (parent / "journal.msgpack").is_file()), None)
         if outer is not None:
             raise UsageError(f"run directory {path} lies inside another run, {outer}; name one outside with --run")
-        path.mkdir(parents=True, exist_ok=True)
-        sync_directory(path.parent)
-        return cls(path=path)
+        place = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+        if not place.is_dir():
+            raise UsageError(f"can't make run directory {path}: {place} is no directory; name another with --run")
+        if not os.access(place, os.W_OK | os.X_OK):
+            read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+            why = "its file system is read-only" if read_only else "no permission"
+            raise UsageError(f"can't make run directory {path} in {place}: {why}; name another with --run")
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:

@@ -17,6 +17,7 @@ import torch
 from safetensors.numpy import save_file
 
 from engine.context import StageContext
+from engine.full_disk import full_disk_explained
 from engine.plan import TensorSpec
 from engine.run import atomic_directory, atomic_file, disk_usage_bytes
 from models.policy import PolicySource, quiet
@@ -62,8 +63,9 @@ def save(context: StageContext, tokenizer: Any, dtype: torch.dtype, name: str) -
 @contextmanager
 def new_checkpoint(context: StageContext, tokenizer: Any, name: str) -> Iterator[Path]:
     """Yield the directory of the checkpoint ``name`` to fill; the tokenizer joins it, and its path is reported."""
-    target = context.directory / name
-    with atomic_directory(target, replace=True) as directory, quiet():
+    target, needed_bytes = context.directory / name, context.planned_bytes(name)
+    explained = full_disk_explained(context.directory, needed_bytes, f"the checkpoint {target}")
+    with explained, atomic_directory(target, replace=True) as directory, quiet():
         yield directory
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
@@ -95,5 +97,7 @@ def checkpoint_bytes(parameters: Mapping[str, TensorSpec], policy: PolicySource,
 
 def save_gradients(context: StageContext, path: str, gradients: str) -> None:
     """Write the merged gradients (the Value ``gradients``) to a safetensors file; it appears complete or not at all."""
-    with atomic_file(Path(path)) as partial:
-        save_file({name: tensor.numpy() for name, tensor in context.tensors(gradients).items()}, partial)
+    target, tensors = Path(path).absolute(), context.tensors(gradients)
+    needed_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with full_disk_explained(target.parent, needed_bytes, f"the gradients {path}"), atomic_file(target) as partial:
+        save_file({name: tensor.numpy() for name, tensor in tensors.items()}, partial)

@@ -25,8 +25,9 @@ import google_crc32c
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from engine.chunkfile import Array, as_bytes, full_disk_explained
+from engine.chunkfile import Array, as_bytes
 from engine.errors import StageFailedError, UsageError
+from engine.full_disk import full_disk_explained
 from engine.plan import ITEM_BYTES, digest
 from engine.run import atomic_file
 

@@ -17,6 +17,7 @@ import torch
 
 from engine.chunkfile import as_bytes
 from engine.context import StageContext
+from engine.full_disk import full_disk_explained
 from engine.plan import ITEM_BYTES
 from engine.run import atomic_file
 from engine.tensors import dtype_name
@@ -58,8 +59,10 @@ def _save_configuration(hf: Any, dtype: torch.dtype, directory: Path) -> None:
 
 def save_gradients(context: StageContext, path: str, shards: Sequence[tuple[str, OptimizerState]]) -> None:
     """Write merged gradients, Values with their layouts, to a safetensors file; it appears complete or not at all."""
-    with atomic_file(Path(path)) as partial:
-        _write(context, Path(partial), shards, shards[0][1].wide)
+    target, dtype = Path(path).absolute(), shards[0][1].wide
+    needed_bytes = sum(state.num_elements for _, state in shards) * dtype.itemsize
+    with full_disk_explained(target.parent, needed_bytes, f"the gradients {path}"), atomic_file(target) as partial:
+        _write(context, Path(partial), shards, dtype)
 
 
 def _write(context: StageContext, path: Path, shards: Sequence[tuple[str, OptimizerState]], dtype: torch.dtype) -> None:

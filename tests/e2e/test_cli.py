@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,9 @@ from typing import Any
 import pytest
 
 from engine.__main__ import main
+from engine.journal import Journal
 from engine.progress import Progress
+from tests.limits import files_of_at_most
 
 SMALLER = ("layers=2", "prompt_tokens=130", "group_size=2", "response_tokens=8")
 TINY = ["tiny_dense", *(word for setting in SMALLER for word in ("--set", setting))]
@@ -365,6 +368,60 @@ def test_a_run_directory_that_is_not_empty_is_refused_with_advice_and_left_alone
     assert "engine resume run" in result.err
     assert "another" in result.err
     assert [path.name for path in (own_folder / "run").iterdir()] == ["mine"]
+
+
+def test_a_run_directory_that_can_not_be_made_exits_2_before_any_planning(
+    light: str, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr("engine.commands.find_plan", None)
+    result = engine("execute", light, "--run", "new/run")
+    assert result.code == 2
+    assert f"can't make run directory new/run in {own_folder}: no permission; name another with --run" in result.err
+    assert [path.name for path in own_folder.iterdir()] == ["light.py"]
+
+
+@pytest.mark.parametrize("command", [["execute", "light.py", "--run", "run"], ["resume", "run"]])
+def test_a_live_run_is_left_alone_and_that_is_told_before_any_planning(
+    command: list[str], light: str, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own_folder / "run").mkdir()
+    with Journal.create(own_folder / "run" / "journal.msgpack"):
+        monkeypatch.setattr("engine.commands.find_plan", None)
+        result = engine(*command)
+    assert result.code == 2
+    assert "another process is running" in result.err
+
+
+def test_a_disk_with_less_room_than_the_budget_is_noted_before_the_run_starts(light: str) -> None:
+    result = engine("execute", light, "--run", "run", "--budget", "disk=1000TiB")
+    assert result.code == 0
+    note = next(line for line in result.err.splitlines() if line.startswith("note: the budget has 1000"))
+    assert re.search(r"TiB of disk, but the disk of .* has only [\d.]+ \wiB free", note)
+    assert result.err.index(note) < result.err.index("[1/5]")
+    assert "note:" not in engine("execute", light, "--run", "other", "--budget", "disk=1KiB").err
+
+
+def test_a_full_disk_names_the_checkpoint_and_the_bytes_and_the_run_can_go_on(
+    finished: tuple[Path, dict[str, Any]], own_folder: Path
+) -> None:
+    with files_of_at_most(100_000):
+        result = engine("execute", *TINY, "--run", "run")
+    assert result.code == 5
+    assert "no room for the checkpoint run/results/checkpoint: it needs " in result.err
+    assert "may have 100000 at most" in result.err
+    assert "; allow longer files (ulimit -f), then resume the run" in result.err
+    assert not list((own_folder / "run").rglob("*.partial"))
+    assert engine("resume", "run").code == 0
+    assert contents(own_folder / "run", "results/checkpoint") == contents(finished[0], "results/checkpoint")
+
+
+def test_a_disk_error_of_a_persons_own_stage_says_what_helps(light: str) -> None:
+    hook = "hook=raise OSError(28, 'No space left on device', 'mine.bin')"
+    result = engine("execute", light, "--set", hook, "--run", "run")
+    assert result.code == 5
+    told = "stage add 2 failed: OSError: [Errno 28] No space left on device: 'mine.bin'; make room, then resume the run"
+    assert told in result.err
 
 
 def test_an_empty_run_directory_is_taken(light: str, own_folder: Path) -> None:

@@ -288,6 +288,18 @@ def test_one_journal_is_open_for_appending_only_once(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
+def test_whether_a_journal_is_free_is_told_without_opening_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with Journal.create(path), pytest.raises(UsageError, match="another process is running"):
+        Journal.check_free(path)
+    data = path.read_bytes() + b"torn"
+    path.write_bytes(data)
+    Journal.check_free(path)
+    assert path.read_bytes() == data
+    with pytest.raises(RunDirectoryError, match=r"can't open the journal .*: No such file"):
+        Journal.check_free(tmp_path / "gone")
+
+
 @pytest.mark.parametrize(
     ("payload", "problem"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +46,33 @@ def test_a_file_is_refused_as_a_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UsageError, match="is a file; name another directory with --run"):
         RunDirectory.create(tmp_path / "file")
+
+
+def test_a_place_that_is_no_directory_is_refused_as_one_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match=rf"can't make run directory .*: {tmp_path}/file is no directory"):
+        RunDirectory.check_new(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize(("flags", "why"), [(os.ST_RDONLY, "its file system is read-only"), (0, "no permission")])
+def test_a_place_that_can_not_be_written_is_refused_with_its_name_and_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int, why: str
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flags))
+    with pytest.raises(UsageError, match=rf"can't make run directory .*/a/run in {tmp_path}: {why}; name another"):
+        RunDirectory.check_new(tmp_path / "a" / "run")
+
+
+def test_what_only_making_the_directory_finds_out_is_an_error_of_usage_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "mkdir", fail)
+    with pytest.raises(UsageError, match=r"can't make run directory .*/run: Read-only file system; mend that"):
+        RunDirectory.create(tmp_path / "run")
 
 
 def test_a_directory_is_a_run_from_the_moment_it_has_a_journal(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from engine.arrays import DTYPES, ArraySpec
-from engine.chunkfile import BLOCK_BYTES, SYNCED_AT_ONCE, StoreFullError, verify_chunks
-from engine.errors import RunDirectoryError, StageFailedError, UsageError
+from engine.chunkfile import BLOCK_BYTES, SYNCED_AT_ONCE, verify_chunks
+from engine.errors import RunDirectoryError, StageFailedError, StoreFullError, UsageError
 from engine.store import Store
+from tests.limits import files_of_at_most
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -327,6 +328,15 @@ def test_a_disk_that_fills_in_the_middle_of_a_write_leaves_nothing_behind(
     monkeypatch.setattr(os, "write", write)
     with pytest.raises(StoreFullError, match="it needs 16 bytes"):
         store.write_chunk("layers/0/k", (0,), line(1))
+    assert (store.nbytes, chunk_files(store.root)) == (0, [])
+
+
+def test_a_file_longer_than_the_process_may_write_is_told_with_that_limit(store: Store) -> None:
+    chunk = declare_large(store)
+    with files_of_at_most(BLOCK_BYTES), pytest.raises(StoreFullError) as caught:
+        store.write_chunk("large", (0,), chunk)
+    assert f"a file in {store.root} may have {BLOCK_BYTES} at most (1.00 MiB): File too large" in str(caught.value)
+    assert str(caught.value).endswith("; allow longer files (ulimit -f), then resume the run")
     assert (store.nbytes, chunk_files(store.root)) == (0, [])
 
 

@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.budget import Tier
-from engine.chunkfile import StoreFullError
 from engine.context import StageContext
-from engine.errors import RunDirectoryError, StageFailedError
+from engine.errors import RunDirectoryError, StageFailedError, StoreFullError
 from engine.memory import DEVICE, HOST, LiveBytes, keep_freed_memory, rss_bytes
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.schedule import staging_need
