@@ -29,6 +29,7 @@ FITTED = (
     "attention_backward_flops",
     "attention_scores",
     "moved_bytes",
+    "weight_bytes",
     "written_bytes",
     "num_kernels",
 )
@@ -71,6 +72,7 @@ _FIELDS = {
     "attention_backward_flops": "attention_backward_flops_per_s",
     "attention_scores": "attention_scores_per_s",
     "moved_bytes": "memory_bytes_per_s",
+    "weight_bytes": "weight_bytes_per_s",
     "written_bytes": "saved_bytes_per_s",
     "num_kernels": "kernel_s",
 }

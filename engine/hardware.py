@@ -2,10 +2,12 @@
 
 The model is a price list. Every kind of work in a `Cost` has a rate, every operator and every stage a fixed price, and
 the time of a stage is their sum: kernels run one after another, each limited by arithmetic or by memory. Small matrix
-products are slow without further ado, since their weights count as traffic: R rows reach half of the peak where
-R = flops_per_s * item_bytes / (2 * memory_bytes_per_s). Transfers between tiers take bytes over bandwidth and a price
-for each piece; of what a stage transfers while it computes, the part ``overlap`` is hidden. Files that a stage reads
-by itself cross disk and link as pieces do; those that it writes are durable before it ends, at a rate of its own.
+products are slow without further ado, since the weights that they read are traffic: R rows reach half of the peak
+where R = flops_per_s * item_bytes / (2 * weight_bytes_per_s). That rate is below the memory's where a library packs
+weights anew for every product, as those for CPUs do. Transfers between tiers take bytes over bandwidth and a price for
+each piece; of what a stage transfers while it computes, the part ``overlap`` is hidden. An array on the disk is made
+before its first piece and removed in the end, which has a price of its own. Files that a stage reads by itself cross
+disk and link as pieces do; those that it writes are durable before it ends, at a rate of its own.
 
 The sum makes times monotone (more work never takes less) and rates measurable: a least-squares fit of stages that
 were run gives them (`engine.calibrate`). Rates are those that programs reach, in the dtype that is usual on the
@@ -16,7 +18,7 @@ machine (bfloat16 on accelerators, float32 on a CPU). A profile is a JSON object
 from __future__ import annotations
 
 import json
-import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -27,11 +29,16 @@ import numpy.typing as npt
 from engine.budget import Tier
 from engine.errors import UsageError
 from engine.plan import Cost
+from engine.units import shortened
 
 Amount = TypeVar("Amount", float, npt.NDArray[Any])
 
+_SLOWEST, _FASTEST = 1.0, 1e21
+# Of rates a second: less or more is a mistake, and the time of anything stays a finite number that can be read.
 _LONGEST_S = 3600.0
 # Of one operator, stage or piece. More is a mistake, and infinity none of these numbers.
+_LONGEST_NAME = 255
+# That of a file.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +46,11 @@ class HardwareProfile:
     """Rates per second, prices in seconds, and ``overlap``, a fraction.
 
     Attributes:
+        weight_bytes_per_s: of weights that matrix products read.
         kernel_s: price of an operator, ``stage_s`` of a stage.
         host_link_bytes_per_s: between device and host, in either direction.
         copy_s: price of a piece that moves between device and host, ``file_s`` of one that moves to or from disk.
+        array_s: price of an array that comes to be on the disk, and goes: a tensor of a Value with its home there.
         saved_bytes_per_s: of files that stages write themselves, with all that makes them durable.
         overlap: how much of the shorter of compute and transfer is hidden behind the longer, from 0 to 1.
     """
@@ -52,6 +61,7 @@ class HardwareProfile:
     attention_backward_flops_per_s: float
     attention_scores_per_s: float
     memory_bytes_per_s: float
+    weight_bytes_per_s: float
     kernel_s: float
     stage_s: float
     host_link_bytes_per_s: float
@@ -59,6 +69,7 @@ class HardwareProfile:
     disk_read_bytes_per_s: float
     disk_write_bytes_per_s: float
     file_s: float
+    array_s: float
     saved_bytes_per_s: float
     overlap: float
 
@@ -70,6 +81,7 @@ class HardwareProfile:
             "attention_backward_flops": 1.0 / self.attention_backward_flops_per_s,
             "attention_scores": 1.0 / self.attention_scores_per_s,
             "moved_bytes": 1.0 / self.memory_bytes_per_s,
+            "weight_bytes": 1.0 / self.weight_bytes_per_s,
             "read_bytes": 1.0 / self.disk_read_bytes_per_s + 1.0 / self.host_link_bytes_per_s,
             "written_bytes": 1.0 / self.saved_bytes_per_s,
             "num_kernels": self.kernel_s,
@@ -105,6 +117,9 @@ _MATMUL, _ATTENTION, _ATTENTION_BACKWARD, _MEMORY, _LINK = 0.7, 0.65, 0.5, 0.8, 
 # (arXiv 2407.08608) reports 0.75 of an H100's peak in its forward at best, 0.5 to 0.6 in its backward.
 _OPERATOR_S = 1e-5
 # An operator dispatched from Python by eager PyTorch: a few microseconds, and as many for counting its bytes.
+_ARRAY_S = 1e-3
+# Declared and removed with its files on a local file system, mostly in calls of the operating system: 1 to 2 ms on the
+# machine of the cpu profile, and nothing about accelerators.
 _EXPONENTIALS_A_CYCLE = 16
 # Of a multiprocessor, on every architecture below (CUDA C++ Programming Guide, arithmetic instructions).
 
@@ -121,6 +136,7 @@ def _accelerator(
         attention_backward_flops_per_s=_ATTENTION_BACKWARD * peak_flops_per_s,
         attention_scores_per_s=_EXPONENTIALS_A_CYCLE * multiprocessors * clock_hz,
         memory_bytes_per_s=_MEMORY * memory_bytes_per_s,
+        weight_bytes_per_s=_MEMORY * memory_bytes_per_s,
         kernel_s=_OPERATOR_S,
         stage_s=5e-4,
         host_link_bytes_per_s=_LINK * link_bytes_per_s,
@@ -128,6 +144,7 @@ def _accelerator(
         disk_read_bytes_per_s=5e9,  # assumed: one good NVMe drive
         disk_write_bytes_per_s=3e9,
         file_s=2e-4,
+        array_s=_ARRAY_S,
         saved_bytes_per_s=1e9,
         overlap=0.9,  # copy engines work beside the multiprocessors, and share their memory's bandwidth
     )
@@ -140,9 +157,9 @@ PROFILES = {
         # take is a guess.
         HardwareProfile(
             name="cpu", flops_per_s=1.5e11, attention_flops_per_s=1.6e11, attention_backward_flops_per_s=2.5e11,
-            attention_scores_per_s=4e9, memory_bytes_per_s=1e10, kernel_s=1.1e-5, stage_s=6e-4,
+            attention_scores_per_s=4e9, memory_bytes_per_s=1e10, weight_bytes_per_s=8e9, kernel_s=1.1e-5, stage_s=6e-4,
             host_link_bytes_per_s=1e10, copy_s=2e-5, disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9,
-            file_s=2e-4, saved_bytes_per_s=5e8, overlap=0.5,
+            file_s=2e-4, array_s=_ARRAY_S, saved_bytes_per_s=5e8, overlap=0.5,
         ),
         # NVIDIA A100 80GB data sheet: 312 TFLOP/s, 2,039 GB/s, PCIe 4.0 x16 (32 GB/s a direction).
         _accelerator(
@@ -182,14 +199,23 @@ def load_profile(name: str) -> HardwareProfile:
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)
-    if not path.is_file():
-        raise UsageError(f"no hardware profile {name!r}; known: {', '.join(sorted(PROFILES))}, or give a JSON file")
-    try:
-        data = json.loads(path.read_text())
-    except ValueError as error:
-        raise UsageError(f"hardware profile {path} is not JSON: {error}") from error
+    if not os.path.isfile(path):  # also False for what can't be a path
+        known = ", ".join(sorted(PROFILES))
+        raise UsageError(f"no hardware profile {shortened(name)!r}; known: {known}, or give a JSON file")
+    data = _parsed(path)
     _check_fields(path, data)
     return HardwareProfile(**data)
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"hardware profile {path} can't be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise UsageError(f"hardware profile {path} is JSON that is nested too deeply") from error
+    except ValueError as error:
+        raise UsageError(f"hardware profile {path} is not JSON: {error}") from error
 
 
 def _check_fields(path: Path, data: object) -> None:
@@ -200,21 +226,26 @@ def _check_fields(path: Path, data: object) -> None:
         missing, unknown = sorted(names - set(data)), sorted(set(data) - names)
         raise UsageError(
             f"hardware profile {path}: missing fields: {', '.join(missing) or 'none'}; unknown fields: "
-            f"{', '.join(unknown) or 'none'}; engine calibrate writes a whole one"
+            f"{shortened(', '.join(map(ascii, unknown))) or 'none'}; engine calibrate writes a whole one"
         )
-    bad = {key: value for key, value in data.items() if not _in_range(key, value)}
+    bad = [f"{key!r}: {_shown(value)}" for key, value in data.items() if not _in_range(key, value)]
     if bad:
         raise UsageError(
-            f"hardware profile {path}: out of range: {bad}; name is text, rates (..._per_s) are positive numbers, "
-            "seconds (..._s) are at least 0, overlap is from 0 to 1"
+            f"hardware profile {path}: out of range: {{{', '.join(bad)}}}; name is a line of text, rates (..._per_s) "
+            f"are numbers from {_SLOWEST:g} to {_FASTEST:g}, seconds (..._s) from 0 to {_LONGEST_S:g}, overlap is from "
+            "0 to 1"
         )
+
+
+def _shown(value: object) -> str:
+    return shortened(repr(value)) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 def _in_range(key: str, value: object) -> bool:
     if key == "name":
-        return isinstance(value, str)
+        return isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST_NAME
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     if key.endswith("_per_s"):
-        return 0 < value < math.inf
+        return _SLOWEST <= value <= _FASTEST
     return 0 <= value <= (1 if key == "overlap" else _LONGEST_S)

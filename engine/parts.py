@@ -140,6 +140,7 @@ class Cost:
         attention_flops, attention_backward_flops: of the attention kernels, which run at rates of their own.
         attention_scores: pairs of query and key, a head each, that go through the softmax.
         moved_bytes: read and written in the device's memory.
+        weight_bytes: of weights that matrix products read, once a product: beside few rows, they are what takes time.
         read_bytes, written_bytes: of files that the stage itself reads and writes.
         num_kernels: operators that are dispatched.
     """
@@ -149,6 +150,7 @@ class Cost:
     attention_backward_flops: float = 0.0
     attention_scores: float = 0.0
     moved_bytes: float = 0.0
+    weight_bytes: float = 0.0
     read_bytes: float = 0.0
     written_bytes: float = 0.0
     num_kernels: float = 0.0

@@ -2,7 +2,8 @@
 
 A stage takes its compute time and that of its transfers: pieces of its streams that are off the device, and copies
 that run alongside it. With one buffer a stream waits for each of its pieces. With two, and for copies alongside,
-transfers hide behind compute as far as the hardware overlaps them. Other copies take their time by themselves.
+transfers hide behind compute as far as the hardware overlaps them. Other copies take their time by themselves, and so
+does making a home on the disk.
 
 Invariant: the clock of a schedule is what `engine.placer.Placer.seconds` says of its placement.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from engine.budget import Tier
 from engine.hardware import HardwareProfile
 from engine.needs import touches
-from engine.placer import copy_s
+from engine.placer import copy_s, home_s
 from engine.plan import Plan, Stage, Value
 
 
@@ -58,7 +59,7 @@ class SimulatedMachine:
         """Nothing to do: the ledger has counted it."""
 
     def create(self, value: Value, tier: Tier) -> None:
-        self._put(value.name, tier)
+        self._put(value, tier)
 
     def drop(self, value: Value, tier: Tier) -> None:
         if tier is Tier.DEVICE:
@@ -66,14 +67,17 @@ class SimulatedMachine:
         else:
             del self._home[value.name]
 
-    def _put(self, name: str, tier: Tier) -> None:
+    def _put(self, value: Value, tier: Tier) -> None:
         if tier is Tier.DEVICE:
-            self._here.add(name)
-        else:
-            self._home[name] = tier
+            self._here.add(value.name)
+        elif value.name not in self._home:
+            self._home[value.name] = tier
+            seconds = home_s(self.profile, value, tier)
+            self.clock_s += seconds
+            self.waited_s += seconds
 
     def copy(self, value: Value, source: Tier, target: Tier, *, alongside: bool) -> None:
-        self._put(value.name, target)
+        self._put(value, target)
         seconds = self._moved(source, target, value.nbytes, copy_s(self.profile, value, source, target))
         if alongside:
             self._alongside_s += seconds

@@ -4,9 +4,9 @@ FLOPs count a multiply-add as two. R rows (branches times tokens) behind N visib
 see R (N + S/2) pairs of query and key a head. With head dimension D a pair costs an attention kernel 4 D FLOPs in the
 forward (scores and weighted sum) and 10 D in the backward, which makes the scores again.
 
-Traffic counts every operand once: weights, the ends of matrix products, and the elementwise passes in the constants
-below. They and the numbers of operators were counted on transformers' Llama layers; `tests/unit/test_geometry.py`
-counts again.
+Traffic counts every operand once: weights that products read (by themselves, as `Cost.weight_bytes`), the ends of
+matrix products, and the elementwise passes in the constants below. They and the numbers of operators were counted on
+transformers' Llama layers; `tests/unit/test_geometry.py` counts again.
 
 A chunk's backward is, per layer, a forward with autograd and its derivative, and before that one more forward through
 all layers for their inputs, unless those were kept. Where no row meets the head, the last layer runs no further than
@@ -109,7 +109,8 @@ class Geometry:
         parameters = whole * self._parameters + state_only * self._state_parameters
         return Cost(
             flops=2.0 * rows * parameters,
-            moved_bytes=rows * (whole * whole_bytes + state_only * state_bytes) + parameters * self.item_bytes,
+            moved_bytes=rows * (whole * whole_bytes + state_only * state_bytes),
+            weight_bytes=parameters * self.item_bytes,
             num_kernels=whole * _KERNELS_A_LAYER + state_only * _KERNELS_A_STATE_LAYER,
         )
 
@@ -117,10 +118,11 @@ class Geometry:
         """Return the cost of differentiating what `_layers_cost` does, with the sums of the parameters' gradients."""
         forward = self._layers_cost(rows, whole=whole, state_only=state_only)
         parameters = whole * self._parameters + state_only * self._state_parameters
-        weight_bytes = parameters * (2 * self.item_bytes + 2 * self.wide_bytes)  # gradient made, read, and added
+        gradient_bytes = parameters * (3 * self.item_bytes + 2 * self.wide_bytes)  # made, passed on, read, and added
         return Cost(
             flops=2.0 * forward.flops,
-            moved_bytes=_BACKWARD_TRAFFIC * forward.moved_bytes + weight_bytes,
+            moved_bytes=_BACKWARD_TRAFFIC * forward.moved_bytes + gradient_bytes,
+            weight_bytes=forward.weight_bytes,
             num_kernels=whole * _BACKWARD_KERNELS_A_LAYER + state_only * _BACKWARD_KERNELS_A_STATE_LAYER,
         )
 
@@ -216,10 +218,11 @@ class Geometry:
         logits = float(rows * self.vocab * self.wide_bytes)
         weights = blocks * self.vocab * self.hidden
         products = 3 if backward else 1
-        weight_bytes = weights * (2 * self.item_bytes + 2 * self.wide_bytes if backward else self.item_bytes)
+        gradient_bytes = weights * 2 * self.wide_bytes if backward else 0
         return Cost(
             flops=2.0 * products * rows * self.vocab * self.hidden,
-            moved_bytes=logits * (_SCORE_BACKWARD_PASSES if backward else _SCORE_PASSES) + weight_bytes,
+            moved_bytes=logits * (_SCORE_BACKWARD_PASSES if backward else _SCORE_PASSES) + gradient_bytes,
+            weight_bytes=float(weights * self.item_bytes * (2 if backward else 1)),
             num_kernels=float(blocks * _KERNELS_A_HEAD_BLOCK),
         )
 

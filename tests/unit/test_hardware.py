@@ -22,6 +22,7 @@ ROUND = HardwareProfile(
     attention_backward_flops_per_s=25.0,
     attention_scores_per_s=20.0,
     memory_bytes_per_s=10.0,
+    weight_bytes_per_s=5.0,
     kernel_s=2.0,
     stage_s=1.0,
     host_link_bytes_per_s=8.0,
@@ -29,6 +30,7 @@ ROUND = HardwareProfile(
     disk_read_bytes_per_s=4.0,
     disk_write_bytes_per_s=2.0,
     file_s=0.5,
+    array_s=1.0,
     saved_bytes_per_s=4.0,
     overlap=0.75,
 )
@@ -43,6 +45,7 @@ NUMBERS = {item.name: st.floats(0, 1e18) for item in fields(Cost)}
         (Cost(flops=300.0), 4.0),
         (Cost(attention_flops=300.0, attention_backward_flops=50.0, attention_scores=40.0), 11.0),
         (Cost(moved_bytes=50.0), 6.0),
+        (Cost(weight_bytes=50.0), 11.0),
         (Cost(read_bytes=8.0, written_bytes=8.0), 6.0),
         (Cost(flops=300.0, moved_bytes=10.0, num_kernels=2), 9.0),
     ],
@@ -111,9 +114,9 @@ def test_an_unknown_profile_is_refused_with_the_known_ones() -> None:
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "must be one JSON object with the fields attention_backward_flops_per_s"),
-        ('{"name": "x"}', "missing fields: attention_backward_flops_per_s, "),
-        (json.dumps({**asdict(ROUND), "extra": 1}), "missing fields: none; unknown fields: extra"),
+        ("[]", "must be one JSON object with the fields array_s, attention_backward_flops_per_s"),
+        ('{"name": "x"}', "missing fields: array_s, attention_backward_flops_per_s, "),
+        (json.dumps({**asdict(ROUND), "extra": 1}), "missing fields: none; unknown fields: 'extra'"),
         (json.dumps({**asdict(ROUND), "name": 3}), "out of range: {'name': 3}"),
         (json.dumps({**asdict(ROUND), "flops_per_s": 0}), "out of range: {'flops_per_s': 0}"),
         (json.dumps({**asdict(ROUND), "flops_per_s": float("inf")}), "out of range: {'flops_per_s': inf}"),
@@ -122,6 +125,18 @@ def test_an_unknown_profile_is_refused_with_the_known_ones() -> None:
         (json.dumps({**asdict(ROUND), "kernel_s": float("nan")}), "out of range: {'kernel_s': nan}"),
         (json.dumps({**asdict(ROUND), "kernel_s": True}), "out of range: {'kernel_s': True}"),
         (json.dumps({**asdict(ROUND), "overlap": 1.5}), "out of range: {'overlap': 1.5}"),
+        (json.dumps({**asdict(ROUND), "flops_per_s": 1e-300}), "out of range: {'flops_per_s': 1e-300}"),
+        (json.dumps({**asdict(ROUND), "memory_bytes_per_s": 1e22}), "from 1 to 1e+21"),
+        (json.dumps({**asdict(ROUND), "flops_per_s": 10**400}), "out of range: {'flops_per_s': 1000000"),
+        (json.dumps({**asdict(ROUND), "kernel_s": 1e9}), "from 0 to 3600"),
+        (json.dumps({**asdict(ROUND), "flops_per_s": int("9" * 4000)}).replace("999", "99999"), "is not JSON"),
+        (json.dumps({**asdict(ROUND), "name": "a" * 1000}), "out of range: {'name': 'aaa"),
+        (json.dumps({**asdict(ROUND), "name": "two\nlines"}), "name is a line of text"),
+        (json.dumps({**asdict(ROUND), "name": "\ud800"}), "name is a line of text"),
+        (json.dumps({**asdict(ROUND), **{"\n" * 300 + str(n): n for n in range(99)}}), "unknown fields: '\\n\\n"),
+        (json.dumps({**asdict(ROUND), "name": [[1]]}), "out of range: {'name': a list}"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"name": ' + "[" * 100_000, "is nested too deeply"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused_with_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
@@ -131,3 +146,31 @@ def test_a_file_that_is_no_profile_is_refused_with_what_is_wrong(tmp_path: Path,
         load_profile(str(path))
     assert message in str(raised.value)
     assert str(path) in str(raised.value)
+    assert len(str(raised.value)) < len(str(path)) + 600
+
+
+@pytest.mark.parametrize("written", [b"\xff\xfe\x00", b""], ids=["no text", "nothing"])
+def test_a_file_without_json_is_refused(tmp_path: Path, written: bytes) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(written)
+    with pytest.raises(UsageError, match="is not JSON"):
+        load_profile(str(path))
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "nul\0", "\n"], ids=["long", "nul", "line"])
+def test_a_name_that_can_be_no_file_is_an_unknown_profile(name: str) -> None:
+    with pytest.raises(UsageError, match="no hardware profile") as raised:
+        load_profile(name)
+    assert len(str(raised.value)) < 250
+
+
+@pytest.mark.parametrize("name", ["flops_per_s", "host_link_bytes_per_s", "saved_bytes_per_s"])
+@pytest.mark.parametrize("rate", [1, 10**21])
+def test_the_slowest_and_the_fastest_machine_that_a_file_may_tell_of_have_times_that_are_numbers(
+    tmp_path: Path, name: str, rate: int
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**asdict(ROUND), name: rate}))
+    found = load_profile(str(path))
+    everything = Cost(**{item.name: 1e18 for item in fields(Cost)})
+    assert 0 < found.seconds(everything) + found.transfer_s(DEVICE, DISK, 2.0**62, 1) < 1e20

@@ -33,6 +33,7 @@ SECONDS = HardwareProfile(
     attention_backward_flops_per_s=1.0,
     attention_scores_per_s=1.0,
     memory_bytes_per_s=1.0,
+    weight_bytes_per_s=1.0,
     kernel_s=1.0,
     stage_s=0.0,
     host_link_bytes_per_s=10.0,
@@ -40,6 +41,7 @@ SECONDS = HardwareProfile(
     disk_read_bytes_per_s=5.0,
     disk_write_bytes_per_s=5.0,
     file_s=0.0,
+    array_s=0.0,
     saved_bytes_per_s=5.0,
     overlap=1.0,
 )
