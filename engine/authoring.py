@@ -33,7 +33,8 @@ from engine.errors import EngineError, PlanError
 from engine.origin import at, caller_origin
 from engine.own_stage import OwnStage, replace_values, values_in
 from engine.parts import Cost, Stage, TensorSpec, Value, ValueKind
-from engine.plan import ONE_TENSOR, Plan, digest, movable
+from engine.plan import ONE_TENSOR, Plan, movable
+from engine.recipe import digest
 from engine.source import source_digest
 
 __all__ = ["StageFunction", "source_digest", "stage"]

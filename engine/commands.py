@@ -419,7 +419,7 @@ def _resume_from(arguments: argparse.Namespace, directory: Any, record: Any) -> 
 def _check_same(record: Any, plan: Plan) -> Choices:
     """Return the choices that the run was started with. Raises RunDirectoryError if its plan was another one."""
     import engine
-    from engine.runtime import plan_fingerprint
+    from engine.recipe import plan_fingerprint
 
     if record.code_version != engine.CODE_VERSION:
         raise RunDirectoryError(f"the run was made by version {record.code_version}, this is {engine.CODE_VERSION}")

@@ -15,14 +15,12 @@ is lowered under other choices. This module is pure: no I/O, no clock, no torch.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
-import msgpack
 import networkx as nx
 
 from engine.budget import Tier
@@ -46,9 +44,7 @@ __all__ = [
     "TensorSpec",
     "Value",
     "ValueKind",
-    "digest",
     "movable",
-    "recipe_keys",
 ]
 
 Choices = Mapping[str, int]
@@ -384,37 +380,3 @@ def _largest_divisor(number: int, *, at_most: int) -> int:
 def _check_name(kind: str, name: object, where: str) -> None:
     if not isinstance(name, str) or not name or not name.isprintable():
         raise PlanError(f"a {kind} is named {name!r}; give it a name of printable characters{where}")
-
-
-_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
-
-
-def digest(data: object) -> str:
-    """Return a short stable hash of plain data (dicts with string keys, lists, numbers, strings)."""
-    return hashlib.blake2b(msgpack.packb(_canonical(data)), digest_size=16).hexdigest()
-
-
-def _canonical(data: object) -> object:
-    if isinstance(data, Mapping):
-        return [[key, _canonical(data[key])] for key in sorted(data)]
-    if isinstance(data, list | tuple):
-        if _PLAIN.issuperset(map(type, data)):  # token ids by the million
-            return list(data)
-        return [_canonical(item) for item in data]
-    if isinstance(data, str | int | float | bool | bytes | None):
-        return data
-    raise TypeError(f"only plain data goes into a recipe, not {type(data).__name__}: {data!r}")
-
-
-def recipe_keys(stages: Iterable[Stage], code_version: str) -> dict[str, str]:
-    """Return a key per stage: kind, code version, configuration and the keys of what it reads.
-
-    Equal keys mean equal results; no content is hashed.
-    """
-    made_by: dict[str, str] = {}
-    keys: dict[str, str] = {}
-    for stage in stages:
-        inputs = [[name, made_by.get(name, "")] for name in stage.used]
-        keys[stage.name] = digest([stage.kind, code_version, stage.config, inputs])
-        made_by.update(dict.fromkeys(stage.changes(), keys[stage.name]))
-    return keys

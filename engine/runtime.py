@@ -38,8 +38,9 @@ from engine.memory import DEVICE, HOST, LiveBytes, keep_freed_memory, peak_rss_b
 from engine.origin import at
 from engine.own_stage import merge_reports
 from engine.plain import finite, is_plain, plain
-from engine.plan import Plan, Stage, digest, recipe_keys
+from engine.plan import Plan, Stage
 from engine.planner import Forecast, peak_bytes_at
+from engine.recipe import plan_fingerprint, recipe_keys
 from engine.run import METRICS_FILE, RunDirectory, atomic_write_bytes, atomic_write_text, check_writable
 from engine.schedule import Copy, Create, filled_tier
 from engine.store import Store
@@ -173,13 +174,6 @@ class _Journaled:
             self.machine.sync(written)
         self.journal.append(record, sync=stage.durable)
         self.commits.append(record)
-
-
-def plan_fingerprint(plan: Plan) -> str:
-    """Return a hash of all that decides a plan's results: settings, choices and stages."""
-    stages = plan.ordered()
-    keys = recipe_keys(stages, engine.CODE_VERSION)
-    return digest([plan.name, dict(plan.settings), dict(plan.choices), [keys[stage.name] for stage in stages]])
 
 
 def open_taps(plan: Plan, wanted: Mapping[str, str]) -> dict[str, list[tuple[Callable[..., None], str]]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.origin import is_users
-from engine.plan import digest
+from engine.recipe import digest
 
 _NOTHING = object()
 _LARGEST_ITEMS = 10_000

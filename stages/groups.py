@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.errors import UsageError
-from engine.plan import digest
+from engine.recipe import digest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from itertools import chain
 from engine.budget import Tier
 from engine.context import StageContext
 from engine.parts import ITEM_BYTES, Cost, Stage, TensorSpec, Value, ValueKind
-from engine.plan import digest
+from engine.recipe import digest
 from stages import names
 from stages.sampled import VECTOR_TIERS, read_responses
 from stages.tree import Node, Sampled

@@ -17,7 +17,8 @@ import torch
 from engine.context import StageContext
 from engine.errors import StageFailedError
 from engine.origin import at, function_origin
-from engine.plan import Stage, TensorSpec, Value, digest
+from engine.plan import Stage, TensorSpec, Value
+from engine.recipe import digest
 from stages import names
 from stages.advantages import Baseline, group_advantages
 from stages.groups import Group, Prompt, Response

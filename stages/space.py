@@ -20,7 +20,8 @@ from typing import Any
 
 from engine.errors import UsageError
 from engine.origin import at
-from engine.plan import Choices, Cost, Plan, Stage, TensorSpec, digest
+from engine.plan import Choices, Cost, Plan, Stage, TensorSpec
+from engine.recipe import digest
 from models.dense import HEAD_GRADIENT
 from models.geometry import Geometry, geometry
 from models.policy import PolicySource

@@ -20,7 +20,8 @@ import torch
 
 from engine.context import StageContext
 from engine.errors import RunDirectoryError
-from engine.plan import Stage, Value, ValueKind, digest
+from engine.plan import Stage, Value, ValueKind
+from engine.recipe import digest
 from stages import names
 from stages.files import file_value
 from stages.rewards import SampledGroup, rollout_metrics

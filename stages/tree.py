@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from engine.plan import digest
+from engine.recipe import digest
 from stages.groups import Group
 
 

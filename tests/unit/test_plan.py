@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from engine.budget import Tier
 from engine.errors import PlanError, UsageError
-from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind, digest, recipe_keys
+from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
+from engine.recipe import digest, recipe_keys
 
 IMMUTABLE, ACCUMULATOR, ORDERED = ValueKind.IMMUTABLE, ValueKind.ACCUMULATOR, ValueKind.ORDERED
 

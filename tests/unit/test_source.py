@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engine.authoring import source_digest
-from engine.plan import Plan, recipe_keys
-from engine.runtime import plan_fingerprint
+from engine.plan import Plan
+from engine.recipe import plan_fingerprint, recipe_keys
 from tests.own_stages import (
     write_and_load,
 )

@@ -1,0 +1,58 @@
+"""Recipe keys: hashes of all that decides what a stage computes, and what a whole plan does.
+
+Equal keys mean equal results, on the same machine; no content is hashed. This module is pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import msgpack
+
+import engine
+
+if TYPE_CHECKING:
+    from engine.parts import Stage
+    from engine.plan import Plan
+
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def digest(data: object) -> str:
+    """Return a short stable hash of plain data (dicts with string keys, lists, numbers, strings)."""
+    return hashlib.blake2b(msgpack.packb(_canonical(data)), digest_size=16).hexdigest()
+
+
+def _canonical(data: object) -> object:
+    if isinstance(data, Mapping):
+        return [[key, _canonical(data[key])] for key in sorted(data)]
+    if isinstance(data, list | tuple):
+        if _PLAIN.issuperset(map(type, data)):  # token ids by the million
+            return list(data)
+        return [_canonical(item) for item in data]
+    if isinstance(data, str | int | float | bool | bytes | None):
+        return data
+    raise TypeError(f"only plain data goes into a recipe, not {type(data).__name__}: {data!r}")
+
+
+def recipe_keys(stages: Iterable[Stage], code_version: str) -> dict[str, str]:
+    """Return a key per stage: kind, code version, configuration and the keys of what it reads.
+
+    Equal keys mean equal results; no content is hashed.
+    """
+    made_by: dict[str, str] = {}
+    keys: dict[str, str] = {}
+    for stage in stages:
+        inputs = [[name, made_by.get(name, "")] for name in stage.used]
+        keys[stage.name] = digest([stage.kind, code_version, stage.config, inputs])
+        made_by.update(dict.fromkeys(stage.changes(), keys[stage.name]))
+    return keys
+
+
+def plan_fingerprint(plan: Plan) -> str:
+    """Return a hash of all that decides a plan's results: settings, choices and stages."""
+    stages = plan.ordered()
+    keys = recipe_keys(stages, engine.CODE_VERSION)
+    return digest([plan.name, dict(plan.settings), dict(plan.choices), [keys[stage.name] for stage in stages]])
