@@ -9,20 +9,22 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.budget import Budget, default_budget, merge_budget, parse_budget
-from engine.errors import DoesNotFitError, EngineError, RunDirectoryError, StageFailedError, UsageError
-from engine.journal import Journal, PlanRecord, RunFinished, StageCommit, read_journal
+from engine.errors import DoesNotFitError, EngineError, StageFailedError, UsageError
+from engine.journal import Journal, PlanRecord, read_journal
 from engine.loader import find_plan, parse_settings
 from engine.output import discard, flush_or_discard, only_the_object
-from engine.plain import finite, plain
+from engine.outputs import Outputs
+from engine.plain import finite
 from engine.plan import Choices, Plan
+from engine.resume import RunRequest, check_same, last_attempt, unfinished
 from engine.run import (
     RunDirectory,
     atomic_write_bytes,
@@ -34,8 +36,7 @@ from engine.run import (
 from engine.units import format_bytes
 
 if TYPE_CHECKING:
-    from engine.planner import Forecast
-    from engine.trace import Recording
+    pass
 
 INTERRUPTED = 130
 READER_LEFT = 141
@@ -96,9 +97,14 @@ def _emit(arguments: argparse.Namespace, data: Mapping[str, object], text: Calla
     print(json.dumps(finite(data), allow_nan=False), file=arguments.out)
 
 
-def _load(arguments: argparse.Namespace) -> tuple[Plan, bytes]:
-    file = find_plan(arguments.plan)
-    return file.plan(parse_settings(arguments.settings)), file.path.read_bytes()
+def _load(plan: str, settings: Sequence[str]) -> tuple[Plan, bytes]:
+    file = find_plan(plan)
+    return file.plan(parse_settings(settings)), file.path.read_bytes()
+
+
+def _outputs(arguments: argparse.Namespace) -> Outputs:
+    gradients = getattr(arguments, "save_gradients", None)
+    return Outputs(trace=arguments.trace, report=arguments.report, gradients=gradients)
 
 
 def _budget(arguments: argparse.Namespace, plan: Plan, directory: Path) -> Budget:
@@ -106,59 +112,14 @@ def _budget(arguments: argparse.Namespace, plan: Plan, directory: Path) -> Budge
     return parse_budget(arguments.budget, merge_budget(plan.budget, default_budget(directory)))
 
 
-def _check_pictures(arguments: argparse.Namespace, run: Path | None = None) -> None:
-    """Say at once that an output can't be written, or would take the place of something else. Raises UsageError.
-
-    ``run`` is the run directory, whose files are its own.
-    """
-    from engine.pictures.page import check_report_packages
-
-    for path in (arguments.trace, arguments.report):
-        if path is not None:
-            check_writable(path)
-    if arguments.report is not None:
-        check_report_packages()
-    outputs = {"--trace": arguments.trace, "--report": arguments.report}
-    outputs["--save-gradients"] = getattr(arguments, "save_gradients", None)
-    taken = {os.path.realpath(arguments.plan): "the plan"} if hasattr(arguments, "plan") else {}
-    for flag, path in outputs.items():
-        if path is not None:
-            if run is not None and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run)):
-                raise UsageError(f"{flag} names {path!r}, which is in the run directory {run}; name a place outside")
-            other = taken.setdefault(os.path.realpath(path), flag)
-            if other != flag:
-                raise UsageError(f"{flag} names {path!r}, which is {other}'s file; give each a file of its own")
-
-
-def _write_trace(arguments: argparse.Namespace, *recordings: Recording) -> None:
-    from engine.trace import chrome_trace
-
-    if arguments.trace is not None:
-        atomic_write_text(Path(arguments.trace), chrome_trace(recordings))
-
-
-def _write_report(
-    arguments: argparse.Namespace, data: Mapping[str, Any], planned: Forecast, measured: Recording | None = None
-) -> None:
-    from engine.pictures.page import report_page
-
-    if arguments.report is not None:
-        atomic_write_text(Path(arguments.report), report_page(finite(data), planned, measured))
-
-
-def _written(arguments: argparse.Namespace) -> str:
-    """Return the closing lines that say where trace and report are."""
-    found = {"trace": arguments.trace, "report": arguments.report}
-    return "".join(f"\n{name}: {path}" for name, path in found.items() if path is not None)
-
-
 def _simulate(arguments: argparse.Namespace) -> int:
     from engine.hardware import load_profile
 
-    _check_pictures(arguments)
+    outputs = _outputs(arguments)
+    outputs.check(plan=arguments.plan)
     profile = load_profile(arguments.hardware)
     parse_budget(arguments.budget, default_budget(Path()))  # a typing mistake is told before anything slow
-    plan, _ = _load(arguments)
+    plan, _ = _load(arguments.plan, arguments.settings)
     from engine.planner import Planner
     from engine.report import describe_forecast  # torch comes with it
 
@@ -166,9 +127,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
     result = planner.forecast(budget)
     offers = planner.offers(result)
     data = {**result.as_dict(), "pareto": [offer.as_dict() for offer in offers]}
-    _write_trace(arguments, result.recording)
-    _write_report(arguments, data, result)
-    _emit(arguments, data, lambda: describe_forecast(result, offers) + _written(arguments))
+    outputs.write_trace(result.recording)
+    outputs.write_report(data, result)
+    _emit(arguments, data, lambda: describe_forecast(result, offers) + outputs.lines())
     return 0
 
 
@@ -200,37 +161,33 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-
     run = Path(arguments.run) if arguments.run else default_run_path(Path(arguments.plan).stem, datetime.now())
-    _check_pictures(arguments, run)
+    request = RunRequest(
+        plan=arguments.plan,
+        settings=tuple(arguments.settings),
+        hardware=arguments.hardware,
+        outputs=_outputs(arguments),
+        cwd=os.getcwd(),
+    )
+    request.outputs.check(plan=request.plan, run=run)
     parse_budget(arguments.budget, default_budget(Path()))
-    for text in (str(run.absolute()), arguments.plan, os.getcwd(), *arguments.settings):
+    for text in (str(run.absolute()), request.plan, request.cwd, *request.settings):
         if not text.isascii() and text != text.encode("utf-8", "replace").decode():
             raise UsageError(f"{text!r} is not valid UTF-8, so a run could not record it; use another name")
     if (journal := RunDirectory(path=run).journal_path).is_file():
         Journal.check_free(journal)
     RunDirectory.check_new(run)
-    plan, source = _load(arguments)
-    wanted = {"gradients": arguments.save_gradients} if arguments.save_gradients else {}
-    recipe = {
-        "plan": arguments.plan,
-        "set": arguments.settings,
-        "hardware": arguments.hardware,
-        "wanted": wanted,
-        "trace": arguments.trace,
-        "report": arguments.report,
-        "cwd": os.getcwd(),
-    }
-    return _run_plan(arguments, plan, source, run, wanted, recipe)
+    plan, source = _load(request.plan, request.settings)
+    return _run_plan(arguments, request, plan, source, run, _budget(arguments, plan, run))
 
 
 def _run_plan(
     arguments: argparse.Namespace,
+    request: RunRequest,
     plan: Plan,
     source: bytes,
     run: Path,
-    wanted: Mapping[str, str],
-    recipe: Mapping[str, Any],
+    budget: Budget,
     *,
     fixed: Choices | None = None,
 ) -> int:
@@ -241,30 +198,29 @@ def _run_plan(
     from engine.report import describe_outcome
     from engine.runtime import execute, new_recording
 
-    planner = Planner(plan=plan, profile=load_profile(arguments.hardware), fixed=fixed or {})
-    budget = _budget(arguments, plan, run)
+    planner = Planner(plan=plan, profile=load_profile(request.hardware), fixed=fixed or {})
     _note_disk(budget, run)
     planned = planner.forecast(budget)
     for note in plan.notes:
         print(f"note: {note}", file=sys.stderr)
-    progress, recording = Progress(len(planned.schedule.stages)), new_recording(planned)
+    progress, recording, outputs = Progress(len(planned.schedule.stages)), new_recording(planned), request.outputs
     arguments.started_run = run
     try:
         outcome = execute(
-            planned, run, plan_source=source, wanted=wanted, recipe=recipe, again=fixed is not None,
+            planned, run, plan_source=source, wanted=request.wanted, recipe=request.recipe(), again=fixed is not None,
             observers=[progress], recording=recording,
         )  # fmt: skip
     finally:
         progress.close()
         if recording.started:  # what failed or was interrupted has a trace, too
-            _write_trace(arguments, planned.recording, recording)
+            outputs.write_trace(planned.recording, recording)
     arguments.started_run = None
     comparison = _compare(plan, planned.budget)
     data = {**planned.as_dict(), **outcome.as_dict(), "run": str(run)}
     if comparison:
         data["comparison"] = {key: value for key, value in comparison.items() if key != "lines"}
-    _write_report(arguments, data, planned, recording)
-    _emit(arguments, data, lambda: describe_outcome(planned, outcome, str(run), comparison) + _written(arguments))
+    outputs.write_report(data, planned, recording)
+    _emit(arguments, data, lambda: describe_outcome(planned, outcome, str(run), comparison) + outputs.lines())
     return 0
 
 
@@ -293,7 +249,7 @@ def _compare(plan: Plan, budget: Budget) -> Mapping[str, Any]:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    plan, _ = _load(arguments)
+    plan, _ = _load(arguments.plan, arguments.settings)
     from engine.report import describe_audit
 
     if "audit" not in plan.hooks:
@@ -332,7 +288,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
         check_writable(arguments.image)
         check_image(arguments.image)
-    plan, _ = _load(arguments)
+    plan, _ = _load(arguments.plan, arguments.settings)
     from engine.report import describe_plan
 
     data: dict[str, object] = {}
@@ -362,17 +318,15 @@ def _show_run(arguments: argparse.Namespace) -> int:
     from engine.report import describe_commits
 
     records, _ = read_journal(RunDirectory.open(Path(arguments.plan)).journal_path)
-    plans = [record for record in records if isinstance(record, PlanRecord)]
-    if plans:  # a resumed step began again: what came before does not count
-        records = records[len(records) - 1 - records[::-1].index(plans[-1]) :]
-    commits = [record for record in records if isinstance(record, StageCommit)]
-    finished = [record for record in records if isinstance(record, RunFinished)]
+    attempt = last_attempt(records)
+    commits = attempt.commits if attempt else ()
+    finished = attempt is not None and attempt.results is not None
     data: dict[str, object] = {
-        "plan": plans[-1].plan if plans else None,
-        "choices": plans[-1].choices if plans else {},
+        "plan": attempt.plan.plan if attempt else None,
+        "choices": attempt.plan.choices if attempt else {},
         "stages_committed": len(commits),
-        "finished": bool(finished),
-        "results": finished[-1].results if finished else {},
+        "finished": finished,
+        "results": (attempt.results or {}) if attempt else {},
     }
     title = f"run of plan {data['plan']}: {'finished' if finished else 'not finished, engine resume goes on'}"
     _emit(arguments, data, lambda: f"{title}\n{describe_commits(commits)}".rstrip())
@@ -381,63 +335,25 @@ def _show_run(arguments: argparse.Namespace) -> int:
 
 def _resume(arguments: argparse.Namespace) -> int:
     """Run an unfinished run again from its beginning, in the same directory; a finished one is left alone."""
-
-    _check_pictures(arguments)
-    for name in ("trace", "report"):  # where they mean it, not where the run was started
-        if (path := getattr(arguments, name)) is not None:
-            setattr(arguments, name, os.path.abspath(path))
-    run = Path(arguments.run).absolute()
+    outputs, run = _outputs(arguments), Path(arguments.run).absolute()
+    outputs.check()
     directory = RunDirectory.open(run)
     Journal.check_free(directory.journal_path)
-    records, _ = read_journal(directory.journal_path)
-    plans = [record for record in records if isinstance(record, PlanRecord)]
-    if not plans:
-        raise RunDirectoryError(f"{run} was interrupted before its plan was recorded; remove it and execute again")
-    if any(isinstance(record, RunFinished) for record in records):
-        raise UsageError(f"{run} is finished; engine show {run} prints its results")
-    recipe: dict[str, Any] = plans[-1].recipe
-    with contextlib.chdir(recipe["cwd"]) if Path(recipe["cwd"]).is_dir() else contextlib.nullcontext():
-        return _resume_from(arguments, directory, plans[-1])  # where relative paths mean what they meant
+    record = unfinished(read_journal(directory.journal_path)[0], run)
+    request = RunRequest.of_recipe(record.recipe)
+    request = replace(request, outputs=outputs.over(request.outputs))
+    with contextlib.chdir(request.cwd) if Path(request.cwd).is_dir() else contextlib.nullcontext():
+        return _resume_from(arguments, request, directory, record)  # where relative paths mean what they meant
 
 
-def _resume_from(arguments: argparse.Namespace, directory: Any, record: Any) -> int:
-    recipe: dict[str, Any] = record.recipe
-    for name in ("trace", "report"):
-        setattr(arguments, name, getattr(arguments, name) or recipe.get(name))
-    arguments.plan, arguments.settings, arguments.hardware = recipe["plan"], recipe["set"], recipe["hardware"]
-    arguments.save_gradients = recipe["wanted"].get("gradients")
-    _check_pictures(arguments, directory.path)
-    if arguments.plan.endswith(".py") and not Path(arguments.plan).is_file():
-        arguments.plan = str(directory.plan_path)  # the original is gone
-    plan, source = _load(arguments)
-    budget = merge_budget(record.budget_bytes, default_budget(directory.path))
-    arguments.budget = ",".join(f"{tier}={nbytes}" for tier, nbytes in budget.as_dict().items())
-    fixed = _check_same(record, plan)
-    return _run_plan(arguments, plan, source, directory.path, recipe["wanted"], recipe, fixed=fixed)
-
-
-def _check_same(record: Any, plan: Plan) -> Choices:
-    """Return the choices that the run was started with. Raises RunDirectoryError if its plan was another one."""
-    import engine
-    from engine.recipe import plan_fingerprint
-
-    if record.code_version != engine.CODE_VERSION:
-        raise RunDirectoryError(f"the run was made by version {record.code_version}, this is {engine.CODE_VERSION}")
-    choices = {name: value for name, value in record.choices.items() if name in plan.ladders}
-    chosen = plan.lowered(choices)
-    if plan_fingerprint(chosen) != record.fingerprint:
-        now = _comparable(chosen.settings)
-        changed = [key for key in record.settings if record.settings[key] != now.get(key)]
-        raise RunDirectoryError(
-            f"the plan is not the one that the run was started with: {', '.join(changed) or 'its stages'} differ; "
-            "bring back what was changed, or execute in a new run directory"
-        )
-    return choices
-
-
-def _comparable(settings: Mapping[str, object]) -> Any:
-    """Return settings as they are read from a journal."""
-    return json.loads(json.dumps(plain(settings)))
+def _resume_from(
+    arguments: argparse.Namespace, request: RunRequest, directory: RunDirectory, record: PlanRecord
+) -> int:
+    request.outputs.check(plan=request.plan, run=directory.path)
+    gone = request.plan.endswith(".py") and not Path(request.plan).is_file()
+    plan, source = _load(str(directory.plan_path) if gone else request.plan, request.settings)
+    budget, choices = merge_budget(record.budget_bytes, default_budget(directory.path)), check_same(record, plan)
+    return _run_plan(arguments, request, plan, source, directory.path, budget, fixed=choices)
 
 
 _COMMANDS = {

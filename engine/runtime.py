@@ -41,6 +41,7 @@ from engine.plain import finite, is_plain, plain
 from engine.plan import Plan, Stage
 from engine.planner import Forecast, peak_bytes_at
 from engine.recipe import plan_fingerprint, recipe_keys
+from engine.resume import kept_files
 from engine.run import METRICS_FILE, RunDirectory, atomic_write_bytes, atomic_write_text, check_writable
 from engine.schedule import Copy, Create, filled_tier
 from engine.store import Store
@@ -255,7 +256,7 @@ def _execute_in(
     plan = forecast.plan
     with Journal.open(directory.journal_path) if again else Journal.create(directory.journal_path) as journal:
         if again:
-            directory.clear(_kept_files(directory), plan.kept_folders)
+            directory.clear(kept_files(read_journal(directory.journal_path)[0]), plan.kept_folders)
         journal.append(_plan_record(forecast, recipe), sync=True)
         if plan_source is not None:
             atomic_write_bytes(directory.plan_path, plan_source)
@@ -279,16 +280,6 @@ def _execute_in(
 
 def _announce(journal: Journal, path: str, nbytes: int, crc32c: int) -> None:
     journal.append(KeptFile(path=path, nbytes=nbytes, crc32c=crc32c), sync=True)
-
-
-def _kept_files(directory: RunDirectory) -> dict[str, set[tuple[int, int]]]:
-    """Return the sizes and checksums that kept files may have, by path in the results, in the order of their making."""
-    records, _ = read_journal(directory.journal_path)
-    kept: dict[str, set[tuple[int, int]]] = {}
-    for record in records:
-        if isinstance(record, KeptFile):
-            kept.setdefault(record.path, set()).add((record.nbytes, record.crc32c))
-    return kept
 
 
 def _leave_metrics(directory: RunDirectory, outcome: Outcome) -> None:

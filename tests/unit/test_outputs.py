@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
-from engine.commands import _check_pictures
 from engine.errors import UsageError
+from engine.outputs import Outputs
 
 
-def asked(**names: str | None) -> argparse.Namespace:
-    return argparse.Namespace(**{"trace": None, "report": None, "save_gradients": None, "plan": "plan.py", **names})
+def check(run: str, **paths: str) -> None:
+    Outputs(**paths).check(plan="plan.py", run=Path(run))
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +25,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("names", "message"),
     [
         ({"trace": "a", "report": "./a"}, "--report names './a', which is --trace's file"),
-        ({"trace": "a", "save_gradients": "a"}, "--save-gradients names 'a', which is --trace's file"),
+        ({"trace": "a", "gradients": "a"}, "--save-gradients names 'a', which is --trace's file"),
         ({"trace": "plan.py"}, "--trace names 'plan.py', which is the plan's file"),
         ({"trace": "run/journal.msgpack"}, "which is in the run directory run; name a place outside"),
         ({"report": "run/plan.py"}, "which is in the run directory run; name a place outside"),
@@ -35,20 +34,26 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_output_in_the_place_of_something_else_is_refused(names: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        _check_pictures(asked(**names), Path("run"))
+        check("run", **names)
     assert message in str(caught.value)
 
 
 def test_a_run_that_is_not_there_yet_is_no_place_for_an_output() -> None:
     with pytest.raises(UsageError, match=r"which is in the run directory new"):
-        _check_pictures(asked(trace="new"), Path("new"))
+        check("new", trace="new")
 
 
 def test_a_link_is_not_followed() -> None:
     Path("link").symlink_to("plan.py")
     with pytest.raises(UsageError, match=r"it is no regular file"):
-        _check_pictures(asked(trace="link"), Path("run"))
+        check("run", trace="link")
 
 
 def test_outputs_of_their_own_are_fine() -> None:
-    _check_pictures(asked(trace="t.json", report="r.html", save_gradients="g.safetensors"), Path("run"))
+    check("run", trace="t.json", report="r.html", gradients="g.safetensors")
+
+
+def test_what_a_resume_asks_for_goes_where_it_says_and_the_rest_where_the_run_said(tmp_path: Path) -> None:
+    asked = Outputs(trace="t.json", gradients="g.safetensors")
+    assert Outputs().over(asked) == asked
+    assert Outputs(trace="new.json").over(asked) == Outputs(trace=f"{tmp_path}/new.json", gradients="g.safetensors")
