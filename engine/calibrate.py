@@ -3,20 +3,24 @@
 Two measurements. Plans that were made to be measured are executed, and the seconds of their stages, beside their
 costs, give the prices of work (`engine.fitting`). Pieces are streamed by stages that do nothing else, from host and
 disk, small ones and large ones, which gives bandwidths and prices of pieces; once more beside matrix products of the
-same length, with one buffer and with two, which gives the overlap.
+same length, with one buffer and with two, which gives the overlap. A Value of many small arrays is spilled to the disk
+and dropped there, which beyond its pieces gives the price of an array.
 
 So the figures include what the engine adds: an operator's price that of counting its bytes, a piece's that of its
 checksum. Files that were just written are read from the operating system's cache, as they mostly are in a run.
 
 Of several measurements of the same thing the shortest counts: what disturbs a machine makes it slower, never faster.
+Where other programs had the processor meanwhile, or a figure can't be right, the calibration says so.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,14 +70,34 @@ _LEAST_PART = 0.1
 # Of a time that each of its two parts takes at least, whatever was measured.
 _LEAST_S = 1e-9
 # Of a difference between two measurements that should be positive.
+_LEAST_SHARE = 0.8
+# Of the time that plans take: less spent on a processor than that means that others had it. What they wait for the disk
+# is a few percent.
+_MOST_ABOVE_LINK = 4.0
+# A disk that is read or written from the cache is as fast as a copy in memory, and often faster than the engine's own
+# copies, but not by more than this.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A measured profile, and the stages that its prices were fitted to."""
+    """A measured profile, and the stages that its prices were fitted to.
+
+    ``processor_share`` is the processor's time in units of the time that the plans took; several threads make it more.
+    """
 
     profile: HardwareProfile
     observations: tuple[Observation, ...]
+    processor_share: float
+
+    def doubts(self) -> list[str]:
+        """Return a sentence for everything that says that the machine was not idle, or that a figure is off."""
+        found = []
+        if self.processor_share < _LEAST_SHARE:
+            found.append(
+                f"plans had a processor for {100 * self.processor_share:.0f} % of their time, so the machine seems busy"
+            )
+        found += implausible(self.profile, spare_cores=(os.cpu_count() or 1) > torch.get_num_threads())
+        return [f"warning: {text}; measure again on an idle machine" for text in found]
 
     def describe(self) -> str:
         """Say what was measured, and how well the profile's times agree with it."""
@@ -90,6 +114,21 @@ class Calibration:
         )
 
 
+def implausible(profile: HardwareProfile, *, spare_cores: bool) -> list[str]:
+    """Return what can hardly be true of a measured profile; ``spare_cores`` are those that no kernel used."""
+    found = []
+    for key in ("disk_read_bytes_per_s", "disk_write_bytes_per_s"):
+        rate, link = asdict(profile)[key], profile.host_link_bytes_per_s
+        if rate > _MOST_ABOVE_LINK * link:
+            found.append(f"{key} is {rate:.2g}, much more than host_link_bytes_per_s, {link:.2g}")
+    free = [key for key in ("copy_s", "file_s", "array_s") if not asdict(profile)[key]]
+    if free:
+        found.append(f"{', '.join(free)}: measured as nothing")
+    if spare_cores and not profile.overlap:
+        found.append("overlap is 0 though there are spare cores: nothing of a transfer was hidden behind compute")
+    return found
+
+
 def calibrate(
     name: str,
     plans: Iterable[Callable[[], Plan]],
@@ -100,21 +139,44 @@ def calibrate(
 ) -> Calibration:
     """Measure this machine with ``plans``, each executed ``rounds`` times, and return its profile.
 
-    ``tell`` is told what is being measured, ``clock`` asked for the seconds.
+    ``tell`` is told what is being measured and what is doubtful about it, ``clock`` asked for the seconds.
     """
     keep_freed_memory()
     with tempfile.TemporaryDirectory(prefix="longstraw-calibrate-") as folder:
         tell("measuring transfers")
         known = _measure_transfers(replace(PROFILES["cpu"], name=name), Path(folder), rounds, clock)
         observations: list[Observation] = []
+        share = _Share(clock)
         for index, make in enumerate(plans):
             tell(f"measuring stages of plan {index + 1}")
-            observations += observe(make(), Path(folder) / f"plan{index}", rounds, clock)
+            observations += observe(make(), Path(folder) / f"plan{index}", rounds, clock, share)
     profile = fit_profile(name, observations, known)
-    return Calibration(profile=profile, observations=tuple(observations))
+    found = Calibration(profile=profile, observations=tuple(observations), processor_share=share.of_processor)
+    for doubt in found.doubts():
+        tell(doubt)
+    return found
 
 
-def observe(plan: Plan, folder: Path, rounds: int, clock: Clock) -> list[Observation]:
+class _Share:
+    """Adds up the time of what is run within, and the processor's."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._taken_s = self._processor_s = 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        started_s, processor_s = self._clock(), time.process_time()
+        yield
+        self._taken_s += self._clock() - started_s
+        self._processor_s += time.process_time() - processor_s
+
+    @property
+    def of_processor(self) -> float:
+        return self._processor_s / max(_LEAST_S, self._taken_s)
+
+
+def observe(plan: Plan, folder: Path, rounds: int, clock: Clock, share: _Share) -> list[Observation]:
     """Execute a plan ``rounds`` times in new folders and return its stages but those that load weights.
 
     Models that were made to be measured draw them, which no price of work is about.
@@ -123,7 +185,8 @@ def observe(plan: Plan, folder: Path, rounds: int, clock: Clock) -> list[Observa
     fastest: dict[str, float] = {}
     for number in range(rounds):
         recording = Recording(planned.plan, planned.budget, process=MEASURED_TIMES, clock=clock)
-        execute(planned, folder / f"run{number}", recording=recording)
+        with share.counted():
+            execute(planned, folder / f"run{number}", recording=recording)
         for name, span in recording.stages().items():
             fastest[name] = min(span.seconds, fastest.get(name, span.seconds))
     return [
@@ -206,7 +269,7 @@ def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int, clock:
     write = [disk.seconds(_change) - seconds for disk, seconds in zip(disks, read, strict=True)]
     disk_read, read_s = _line(*map(_beyond, read, host))
     disk_write, write_s = _line(*map(_beyond, write, host))
-    return replace(
+    measured = replace(
         known,
         host_link_bytes_per_s=link_bytes_per_s,
         copy_s=copy_s,
@@ -215,6 +278,27 @@ def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int, clock:
         file_s=(read_s + write_s) / 2,
         overlap=_measure_overlap(disks[-1], read[-1]),
     )
+    spilled_s = _spill_s(folder / "arrays", rounds, clock)
+    piece_s = measured.transfer_s(Tier.DEVICE, Tier.DISK, _SMALL_BYTES, 1)
+    return replace(measured, array_s=max(0.0, spilled_s - piece_s))
+
+
+def _spill_s(folder: Path, rounds: int, clock: Clock) -> float:
+    """Return the shortest time in which an array of one small piece is made on the disk, written, and removed."""
+    spec = TensorSpec(shape=(1, _SMALL_BYTES // 4), dtype="float32")
+    value = Value(name="arrays", tensors={f"array{number}": spec for number in range(_NUM_PIECES)})
+    plan = Plan(name="arrays")
+    plan.value(value)
+    machine = TorchMachine(plan, meter=LiveBytes(), store=Store.create(folder), directory=None)
+    taken = []
+    with machine.meter:
+        machine.create(value, Tier.DEVICE)
+        for _ in range(rounds):
+            started_s = clock()
+            machine.copy(value, Tier.DEVICE, Tier.DISK, alongside=False)
+            machine.drop(value, Tier.DISK)
+            taken.append(clock() - started_s)
+    return min(taken) / _NUM_PIECES
 
 
 def _measure_overlap(disk: _Bench, transfer_s: float) -> float:

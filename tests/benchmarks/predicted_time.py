@@ -30,15 +30,13 @@ from engine.loader import find_plan
 from engine.planner import Forecast, forecast
 from engine.report import table
 from engine.runtime import execute
+from engine.schedule import staging_need
 from engine.trace import MEASURED as MEASURED_TIMES
 from engine.trace import Recording
-from engine.units import MIB
 
 ROOM = Budget(device_bytes=UNLIMITED_BYTES, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
 SPARE = 1.05
 # A tight device budget in units of the smallest: enough for two buffers a stream.
-STAGING_BYTES = MIB
-# What the host holds where everything rests on disk: the buffer between disk and device.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +79,16 @@ CASES = (
 
 
 def plan_within(case: Case, profile: HardwareProfile) -> Forecast:
-    """Return the forecast of a case in its budget."""
+    """Return the forecast of a case in its budget.
+
+    Where everything rests on disk, the host holds the buffer between disk and device alone.
+    """
     plan = find_plan(case.plan).plan(case.settings)
     roomy = forecast(plan, ROOM, profile)
     if case.pages == "device":
         return roomy
     device_bytes = int(SPARE * roomy.smallest_device_bytes)
-    host_bytes = UNLIMITED_BYTES if case.pages == "host" else STAGING_BYTES
+    host_bytes = UNLIMITED_BYTES if case.pages == "host" else staging_need(roomy.plan)
     return forecast(plan, replace(ROOM, device_bytes=device_bytes, host_bytes=host_bytes), profile)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.__main__ import main
-from engine.calibrate import MEASURED, PLAN, calibrate
-from engine.hardware import load_profile
+from engine.calibrate import MEASURED, PLAN, Calibration, calibrate, implausible
+from engine.hardware import PROFILES, load_profile
 from engine.loader import find_plan
 
 SMALL = {"prompt_tokens": "200", "chunk_tokens": "64", "response_tokens": "8", "group_size": "2"}
@@ -23,17 +26,59 @@ def test_every_plan_that_is_measured_can_be_built(settings: dict[str, str]) -> N
 
 def test_a_measured_profile_can_be_loaded_and_fits_the_stages_it_is_of(tmp_path: Path) -> None:
     told: list[str] = []
-    found = calibrate("mine", [partial(find_plan(PLAN).plan, SMALL)], rounds=2, tell=told.append)
+    found = calibrate(
+        "mine", [partial(find_plan(PLAN).plan, SMALL)], rounds=2, tell=told.append, clock=time.process_time
+    )
     path = tmp_path / "mine.json"
     path.write_text(found.profile.to_json())
     assert load_profile(str(path)) == found.profile
     assert found.profile.name == "mine"
+    assert found.profile.array_s >= 0
     assert told[0] == "measuring transfers"
     kinds = {item.name.split()[0] for item in found.observations}
     assert {"prefill", "score", "replay", "sweep", "checkpoint"} <= kinds
     assert "load" not in kinds
     measured_s = sum(item.seconds for item in found.observations)
     assert sum(found.profile.seconds(item.cost) for item in found.observations) == pytest.approx(measured_s, rel=0.5)
+
+
+def doubts(share: float = 1.0, **fields: Any) -> list[str]:
+    profile = replace(PROFILES["cpu"], **fields)
+    return Calibration(profile=profile, observations=(), processor_share=share).doubts()
+
+
+def test_plans_that_seldom_had_a_processor_say_that_the_machine_is_busy() -> None:
+    assert not doubts()
+    (text,) = doubts(0.42)
+    assert text == (
+        "warning: plans had a processor for 42 % of their time, so the machine seems busy; "
+        "measure again on an idle machine"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"disk_read_bytes_per_s": 5e10, "host_link_bytes_per_s": 4e8}, "disk_read_bytes_per_s is 5e+10, much more"),
+        ({"disk_write_bytes_per_s": 5e12}, "disk_write_bytes_per_s is 5e+12, much more than host_link_bytes_per_s"),
+        ({"copy_s": 0.0, "file_s": 0.0}, "copy_s, file_s: measured as nothing"),
+        ({"array_s": 0.0}, "array_s: measured as nothing"),
+    ],
+)
+def test_a_figure_that_can_hardly_be_true_is_told(fields: dict[str, float], words: str) -> None:
+    assert any(words in text for text in doubts(**fields))
+
+
+def test_no_overlap_is_doubtful_only_where_a_core_was_free_to_copy() -> None:
+    alone = replace(PROFILES["cpu"], overlap=0.0)
+    assert implausible(alone, spare_cores=True)
+    assert not implausible(alone, spare_cores=False)
+
+
+def test_doubts_are_told_when_everything_is_measured() -> None:
+    told: list[str] = []
+    found = calibrate("mine", [partial(find_plan(PLAN).plan, SMALL)], rounds=1, tell=told.append)
+    assert told[2:] == found.doubts()
 
 
 def test_the_command_writes_a_profile_that_simulate_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
