@@ -27,8 +27,7 @@ from stages import checkpoint, names, shard_files
 from stages.build_step import StepBuilder
 from stages.files import file_value
 from stages.lower import Lowering
-from stages.optimizer import check_stage, load_stage, restore_stage, save_shards_stage, save_stage
-from stages.optimizer_file import MASTER
+from stages.optimizer import load_stages, save_stage
 from stages.spans import flat_value
 from stages.step_record import ROLLOUTS_FOLDER
 
@@ -58,9 +57,9 @@ class RunBuilder:
         self.costs = space.chunk_costs(choices)
         self.layout = state_layout(self.sizes, dtype=self.settings.dtype, page_tokens=self.settings.page_tokens)
         self.lowerings: list[Lowering] = []
-        self.optimizer = self.space.optimizer_state(self.parameters, kept=self._keeps_optimizer())
+        optimizer = self.space.optimizer_state(self.parameters, kept=self._keeps_optimizer())
         self.shards = {
-            shard: replace(self.optimizer, parameters=parameters, shard=shard)
+            shard: replace(optimizer, parameters=parameters, shard=shard)
             for shard, parameters in self.cut.shards.items()
         }
 
@@ -82,25 +81,20 @@ class RunBuilder:
     def _gradients_writer(self, update: str) -> Callable[[StageContext, str], None]:
         """Return what writes the gradients of an update to a path."""
         gradients = names.gradients(update)
-        shards = [(names.shard_gradients(update, shard), state) for shard, state in self.shards.items()]
-        if shards:
+        shards = [(names.gradients(update, shard), state) for shard, state in self.shards.items()]
+        if not self.cut.is_whole:
             return lambda context, path: shard_files.save_gradients(context, path, shards)
         return lambda context, path: checkpoint.save_gradients(context, path, gradients)
 
     def _add_optimizer(self) -> None:
         """Declare the optimizer's state, and hold its source, if any, against the weights."""
-        states = list(self.shards.values()) or [self.optimizer]
+        states = list(self.shards.values())
         for state in states:
             for value in state.values():
                 self.plan.value(value)
-        source = self.optimizer.source
-        if source is not None and not self.shards:
-            self.plan.add(load_stage(self.optimizer, name="load optimizer", weights=names.WEIGHTS))
-        elif source is not None:
-            self.plan.add(check_stage(states, name="load optimizer"))
-            for shard, state in self.shards.items() if MASTER in source.contents.kinds else ():
-                name = names.shard_weights(shard)
-                self.plan.add(restore_stage(state, name=f"load optimizer/{shard}", weights=name))
+        if self.settings.optimizer_state is not None:
+            for stage in load_stages(states, name="load optimizer"):
+                self.plan.add(stage)
 
     def actual_sizes(self) -> ActualSizes:
         """Return the sizes of what was planned at its largest, now that it is known how much was sampled."""
@@ -202,7 +196,7 @@ class RunBuilder:
             )
 
     def _add_weights(self) -> None:
-        if self.shards:
+        if not self.cut.is_whole:
             self._add_shards()
             return
         policy, dtype, seed = self.policy, self.settings.dtype, self.settings.seed
@@ -244,25 +238,13 @@ class RunBuilder:
         return self.policy.default_dtype() if self.policy.location is not None else self.settings.dtype
 
     def _add_saved_optimizer(self, name: str, step: int) -> None:
-        path, updates = f"{name}.safetensors", (step + 1) * self.settings.epochs_per_step
-        if self.shards:
-            stage, value = save_shards_stage(
-                list(self.shards.values()),
-                name=name,
-                path=path,
-                weights=list(map(names.shard_weights, self.shards)),
-                updates=updates,
-                checkpoint_dtype=self._checkpoint_dtype,
-            )
-        else:
-            stage, value = save_stage(
-                self.optimizer,
-                name=name,
-                path=path,
-                weights=names.WEIGHTS,
-                updates=updates,
-                checkpoint_dtype=self._checkpoint_dtype,
-            )
+        stage, value = save_stage(
+            list(self.shards.values()),
+            name=name,
+            path=f"{name}.safetensors",
+            updates=(step + 1) * self.settings.epochs_per_step,
+            checkpoint_dtype=self._checkpoint_dtype,
+        )
         self.plan.value(value)
         self.plan.add(stage)
 
@@ -270,8 +252,8 @@ class RunBuilder:
         tokenizer, dtype = self.space.tokenizer, self._checkpoint_dtype
         nbytes = checkpoint.checkpoint_bytes(self.parameters, self.policy, dtype.itemsize)
         streams: tuple[Stream, ...] = ()
-        shards = self.shards
-        if shards:
+        shards, is_whole = self.shards, self.cut.is_whole
+        if not is_whole:
             copied = max(state.piece_elements for state in shards.values()) * dtype.itemsize
             nbytes += len(self.parameters) * shard_files.INDEX_BYTES_A_TENSOR
             streams = (Stream(values=tuple(map(names.shard_weights, shards))),)
@@ -279,7 +261,7 @@ class RunBuilder:
             copied = sum(spec.num_elements for spec in self.parameters.values()) * dtype.itemsize
 
         def run(context: StageContext) -> None:
-            if shards:
+            if not is_whole:
                 shard_files.save_checkpoint(context, tokenizer, dtype, name, shards)
             else:
                 checkpoint.save(context, tokenizer, dtype, name)

@@ -12,8 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.budget import Tier
-from engine.plan import Cost, Stage, TensorSpec, Value, ValueKind, movable
+from engine.plan import Cost, Stage, TensorSpec, ValueKind, movable
 from engine.tensors import dtype_name
 from models.dense import HEAD_GRADIENT
 from stages import names
@@ -22,15 +21,13 @@ from stages.learning_rate import learning_rate_at
 from stages.loss_stage import LossStage, loss_groups
 from stages.lower import Lowering
 from stages.metrics import MetricsLine
-from stages.optimizer import OptimizerState
 from stages.rewards import SampledGroup
 from stages.sampling import SampleWork, SamplingOptions, add_rollout, rollout_value
-from stages.spans import EMBEDDING, flat_value
+from stages.spans import gradients_value
 from stages.state import Visible
 from stages.step_record import StepRecord
 from stages.update import (
     adamw_stage,
-    clip_norms_stage,
     clip_stage,
     clip_value,
     merge_stage,
@@ -102,33 +99,25 @@ class StepBuilder:
             exact=self.settings.gradient == "exact",
             cut=run.cut,
             shards=run.shards,
-            head_apart=run.tied and run.cut.is_whole and not self.space.has_few_lookups,
-            lookup_apart=run.tied and (self.space.has_few_lookups or not run.cut.is_whole),
+            head_apart=run.tied and not self.space.has_few_lookups,
+            lookup_apart=run.tied and self.space.has_few_lookups,
         )
 
     def _declare_gradients(self, update: str) -> None:
-        run, wide = self.run, dtype_name(self.run.wide)
-        gradients = {name: TensorSpec(shape=spec.shape, dtype=wide) for name, spec in run.parameters.items()}
-        name, kind = names.gradients(update), ValueKind.ACCUMULATOR
-        if run.cut.is_whole:
-            self.plan.value(Value(name=name, tensors=gradients, kind=kind, tiers=(Tier.DEVICE,)))
-        for shard, state in run.shards.items():
-            self.plan.value(flat_value(names.shard_gradients(update, shard), state, wide, kind))
-        if run.tied:
-            self._declare_other_share(update, wide)
+        for state in self.run.shards.values():
+            self.plan.value(gradients_value(update, state))
+        if self.run.tied:
+            self._declare_other_share(update, dtype_name(self.run.wide))
 
     def _declare_other_share(self, update: str, wide: str) -> None:
         """Declare what a tied embedding's gradient has beside the parameters' own accumulator."""
-        run, shape = self.run, (self.run.sizes.vocab, self.run.sizes.hidden)
+        vocab, hidden = self.run.sizes.vocab, self.run.sizes.hidden
         if self.space.has_few_lookups:
-            for value in self.space.lookups[self.step].values(update, hidden=run.sizes.hidden, dtype=wide):
+            for value in self.space.lookups[self.step].values(update, hidden=hidden, dtype=wide):
                 self.plan.value(value)
             return
-        name, tensor = names.head_gradients(update), HEAD_GRADIENT
-        if not run.cut.is_whole:
-            name, tensor = names.lookup(update), "rows"
-        spec = TensorSpec(shape=shape, dtype=wide)
-        self.plan.value(movable(name, {tensor: spec}, kind=ValueKind.ACCUMULATOR))
+        spec = TensorSpec(shape=(vocab, hidden), dtype=wide)
+        self.plan.value(movable(names.head_gradients(update), {HEAD_GRADIENT: spec}, kind=ValueKind.ACCUMULATOR))
 
     # Rollouts
 
@@ -206,78 +195,53 @@ class StepBuilder:
         )
 
     def _add_optimizer_stages(self, update: str, epoch: int) -> None:
-        options, ending = self.settings.optimizer, update.rstrip("/")
-        shards, gradients, clip = self.run.shards, names.gradients(update), names.clip(update)
         self._add_merge(update)
         if not self.settings.update_weights:
-            self._add_metrics(update, epoch, None, after=names.WEIGHTS if shards else gradients)
+            self._add_metrics(update, epoch, None, after=names.WEIGHTS)
             return
-        self.plan.value(clip_value(clip, self.settings.dtype))
-        if not shards:
-            value, limit = self.plan.values[gradients], options.max_grad_norm
-            self.plan.add(clip_stage(name=f"clip {ending}", gradients=value, clip=clip, max_grad_norm=limit))
-            rate = self._add_adamw(update, epoch, self.run.optimizer, gradients, names.WEIGHTS)
-            self._add_metrics(update, epoch, rate, after=names.WEIGHTS)
-            return
-        norms = [self._add_norms(update, shard) for shard in shards]
-        self.plan.add(
-            clip_norms_stage(name=f"clip {ending}", norms=norms, clip=clip, max_grad_norm=options.max_grad_norm)
-        )
-        for shard, state in shards.items():
-            mine = names.shard_gradients(update, shard)
-            rate = self._add_adamw(update, epoch, state, mine, names.shard_weights(shard))
-        self._add_metrics(update, epoch, rate, after=clip)
+        self._add_clip(update)
+        rate = self._add_adamw(update, epoch)
+        self._add_metrics(update, epoch, rate, after=names.clip(update))
 
     def _add_merge(self, update: str) -> None:
         run, few = self.run, self.space.has_few_lookups
-        lookup = (names.lookup(update), names.lookup_ids(update) if few else "")
-        mine = EMBEDDING if run.cut.is_tied else ""
-        name = f"merge {update.rstrip('/')}"
-        if run.cut.is_whole:
-            head = names.head_gradients(update) if run.tied and not few else None
-            self.plan.add(
-                merge_stage(
-                    name=name,
-                    gradients=names.gradients(update),
-                    head_gradients=head,
-                    lookup=lookup if run.tied and few else None,
-                )
-            )
-            return
-        self.plan.add(
-            merge_stage(
-                name=name,
-                gradients=names.shard_gradients(update, mine) if mine else "",
-                lookup=lookup if mine else None,
-                embedding=run.shards.get(mine),
-                others=[names.shard_gradients(update, shard) for shard in run.shards if shard != mine],
-            )
+        stage = merge_stage(
+            name=f"merge {update.rstrip('/')}",
+            gradients={names.gradients(update, shard): state for shard, state in run.shards.items()},
+            embedding=names.gradients(update, run.cut.embedding_shard),
+            head_gradients=names.head_gradients(update) if run.tied and not few else None,
+            lookup=(names.lookup(update), names.lookup_ids(update)) if run.tied and few else None,
         )
+        self.plan.add(stage)
 
-    def _add_norms(self, update: str, shard: str) -> str:
-        """Add the stage that takes the norms of a shard's gradients; return the name of what it writes."""
-        state, norms = self.run.shards[shard], names.norms(update, shard)
-        self.plan.value(norms_value(norms, state))
-        name, gradients = f"norms {update.rstrip('/')}/{shard}", names.shard_gradients(update, shard)
-        self.plan.add(norms_stage(name=name, gradients=gradients, state=state, norms=norms))
-        return norms
+    def _add_clip(self, update: str) -> None:
+        """Add the stages that take the norms of every shard's gradients, and the one that makes a factor of them."""
+        ending, shards = update.rstrip("/"), self.run.shards
+        for shard, state in shards.items():
+            value = self.plan.value(norms_value(names.norms(update, shard), state))
+            gradients, name = names.gradients(update, shard), names.of_shard(f"norms {ending}", shard)
+            self.plan.add(norms_stage(name=name, gradients=gradients, state=state, norms=value.name))
+        clip = self.plan.value(clip_value(names.clip(update), self.settings.dtype))
+        norms, limit = [names.norms(update, shard) for shard in shards], self.settings.optimizer.max_grad_norm
+        self.plan.add(clip_stage(name=f"clip {ending}", norms=norms, clip=clip.name, max_grad_norm=limit))
 
-    def _add_adamw(self, update: str, epoch: int, state: OptimizerState, gradients: str, weights: str) -> float:
-        """Add the stage that updates ``weights``; return its learning rate."""
+    def _add_adamw(self, update: str, epoch: int) -> float:
+        """Add the stages that update every shard's weights; return their learning rate."""
         number = self.step * self.settings.epochs_per_step + epoch
         rate = self._learning_rate(number)
-        self.plan.add(
-            adamw_stage(
-                state,
-                name=f"adamw {update.rstrip('/')}{'/' + state.shard if state.shard else ''}",
-                update=number,
-                gradients=gradients,
-                clip=names.clip(update),
-                weights=weights,
-                options=self.settings.optimizer,
-                learning_rate=rate,
+        for shard, state in self.run.shards.items():
+            self.plan.add(
+                adamw_stage(
+                    state,
+                    name=names.of_shard(f"adamw {update.rstrip('/')}", shard),
+                    update=number,
+                    gradients=names.gradients(update, shard),
+                    clip=names.clip(update),
+                    weights=names.shard_weights(shard),
+                    options=self.settings.optimizer,
+                    learning_rate=rate,
+                )
             )
-        )
         return rate
 
     def _learning_rate(self, number: int) -> float:

@@ -31,7 +31,7 @@ from stages import names
 from stages.kept import ChunkInputs, KeptInputs
 from stages.optimizer import OptimizerState
 from stages.sampled import read_responses
-from stages.spans import EMBEDDING, Span, attached
+from stages.spans import Span, attached
 from stages.state import Column, PagedPrefix, Visible, page_runs, read_cotangent, write_state
 from stages.tree import Batch, Chunk, Responses
 
@@ -162,30 +162,18 @@ class ChunkWork:
 
     def _accumulators(self, context: StageContext) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Return the accumulators by the names of `models.dense`, and the ids of the embedding's rows if not all."""
-        if self.shards:
-            return self._shard_accumulators(context)
-        gradients = dict(context.tensors(names.gradients(self.update)))
-        if names.head_gradients(self.update) in context.stage.updates:
-            gradients |= context.tensors(names.head_gradients(self.update))
-        if names.lookup(self.update) not in context.stage.updates:
-            return gradients, None
-        rows, ids = context.tensors(names.lookup(self.update)), context.tensors(names.lookup_ids(self.update))
-        whole = gradients[EMBEDDING_GRADIENT]
-        return {**gradients, HEAD_GRADIENT: whole, EMBEDDING_GRADIENT: rows["rows"]}, ids["ids"]
-
-    def _shard_accumulators(self, context: StageContext) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        gradients: dict[str, torch.Tensor] = {}
+        updates, gradients = context.stage.updates, dict[str, torch.Tensor]()
         for shard, state in self.shards.items():
-            name = names.shard_gradients(self.update, shard)
-            if name in context.stage.updates:
+            if (name := names.gradients(self.update, shard)) in updates:
                 gradients |= state.of_value(context, name)
-        if EMBEDDING_GRADIENT in gradients and EMBEDDING in self.shards:
-            gradients[HEAD_GRADIENT] = gradients[EMBEDDING_GRADIENT]
-        if names.lookup(self.update) not in context.stage.updates:
+        if EMBEDDING_GRADIENT in gradients:  # where it is tied, the head adds to it, too
+            gradients.setdefault(HEAD_GRADIENT, gradients[EMBEDDING_GRADIENT])
+        if (head := names.head_gradients(self.update)) in updates:
+            gradients |= context.tensors(head)
+        if (lookup := names.lookup(self.update)) not in updates:
             return gradients, None
-        gradients[EMBEDDING_GRADIENT] = context.tensors(names.lookup(self.update))["rows"]
-        ids = names.lookup_ids(self.update)
-        return gradients, context.tensors(ids)["ids"] if ids in context.stage.reads else None
+        gradients[EMBEDDING_GRADIENT] = context.tensors(lookup)["rows"]
+        return gradients, context.tensors(names.lookup_ids(self.update))["ids"]
 
     def config(self) -> dict[str, object]:
         """Return what decides the result besides the inputs, for the recipe key."""

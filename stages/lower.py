@@ -37,7 +37,8 @@ class Lowering:
     ``update`` is the update's prefix; ``state_tiers`` are those that state, cotangents and stored inputs may live on.
     ``cut`` are the model's layer spans, ``shards`` the layout of their weights; stages are added a span at a time, the
     backward's from the last span to the first. ``head_apart`` and ``lookup_apart`` say whether a tied embedding's
-    gradient has an accumulator beside the parameters' own for the head's share, or for the look-up's (`stages.lookup`).
+    gradient has an accumulator beside the parameters' own for the head's share, or for the look-up's (`stages.lookup`);
+    if it is tied, one of them is so.
     ``works`` collects the scored chunks in the order in which they are scored, ``sampled`` the stages whose tokens are
     sampled, which may turn out to need less than is planned for them.
     """
@@ -181,18 +182,16 @@ class Lowering:
     def _weights(self, work: ChunkWork) -> tuple[str, ...]:
         """Return the Values with a chunk's weights, and with the hidden state that enters its layers."""
         entry = () if work.span.is_first else (names.entry(work.name, work.span.index),)
-        return (names.WEIGHTS, *map(names.shard_weights, work.shards), *entry)
+        return tuple(dict.fromkeys((names.WEIGHTS, *map(names.shard_weights, work.shards), *entry)))
 
     def _accumulators(self, work: ChunkWork) -> tuple[str, ...]:
         """Return the accumulators of the gradients that a chunk's backward adds to."""
-        update, span = self.update, work.span
-        if not work.shards:
-            found = [names.gradients(update)]
-            found += [names.head_gradients(update)] if self.head_apart and work.max_rows else []
-        else:
-            found = [names.shard_gradients(update, span.shard)]
-            found += [names.shard_gradients(update, EMBEDDING)] if self.cut.is_tied and work.scores_rows else []
-        return (*found, *((names.lookup(update),) if self.lookup_apart and span.is_first else ()))
+        update, looks_up, scores = self.update, work.span.is_first, work.scores_rows
+        adds_to_embedding = (looks_up and not self.lookup_apart) or (scores and not self.head_apart)
+        found = [names.gradients(update, work.span.shard)]
+        found += [names.gradients(update, EMBEDDING)] if self.cut.has_embedding_apart and adds_to_embedding else []
+        found += [names.head_gradients(update)] if self.head_apart and scores else []
+        return (*found, *((names.lookup(update),) if self.lookup_apart and looks_up else ()))
 
     def _backward_chunk(self, work: ChunkWork) -> None:
         states = _names_of(work.visible)
@@ -213,7 +212,7 @@ class Lowering:
             reads.append(names.entry_cotangent(work.name, span.next_index))
         elif work.max_rows:
             reads.append(names.derivatives(work.name))
-        if span.is_first and names.lookup_ids(self.update) in self.plan.values:
+        if self.lookup_apart and span.is_first:
             reads.append(names.lookup_ids(self.update))
         given = names.entry_cotangent(work.name, span.index)
         self._add(

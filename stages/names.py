@@ -2,7 +2,8 @@
 
 What lives through the whole run has a constant name; what belongs to one step, one update, one group or one chunk has
 a function. An *update* is one optimizer update: an epoch of a step. ``step0/`` begins what belongs to a step,
-``step0/epoch1/`` what belongs to one of its epochs where it has several.
+``step0/epoch1/`` what belongs to one of its epochs where it has several. What every *shard* of the model has
+(`stages.spans`) ends in the shard's name; the one shard of a whole model has none.
 """
 
 WEIGHTS = "weights"
@@ -20,24 +21,24 @@ def update_prefix(step: int, epoch: int, epochs: int) -> str:
     return step_prefix(step) if epochs == 1 else f"{step_prefix(step)}epoch{epoch}/"
 
 
-def gradients(update: str) -> str:
-    """Return the name of the parameters' gradients of an update, given by its prefix."""
-    return f"{update}gradients"
+def of_shard(name: str, shard: str) -> str:
+    """Return the name of what ``name`` is in a shard."""
+    return f"{name}/{shard}" if shard else name
 
 
 def shard_weights(shard: str) -> str:
-    """Return the name of a shard's weights (`stages.spans`)."""
-    return f"{WEIGHTS}/{shard}"
+    """Return the name of a shard's weights."""
+    return of_shard(WEIGHTS, shard)
 
 
-def shard_gradients(update: str, shard: str) -> str:
-    """Return the name of the gradients of a shard's parameters."""
-    return f"{update}gradients/{shard}"
+def gradients(update: str, shard: str = "") -> str:
+    """Return the name of the gradients of a shard's parameters in an update, given by its prefix."""
+    return of_shard(f"{update}gradients", shard)
 
 
-def norms(update: str, shard: str) -> str:
+def norms(update: str, shard: str = "") -> str:
     """Return the name of the norms of the gradients of a shard's parameters."""
-    return f"{update}norms/{shard}"
+    return of_shard(f"{update}norms", shard)
 
 
 def entry(work: str, span: int) -> str:

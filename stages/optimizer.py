@@ -6,7 +6,7 @@ make up a Value, which may live on any tier and is streamed, so that all of the 
 one piece. A *part* is what a piece has of one parameter.
 
 Life cycle: the state is born in a run's first update (`stages.update`): zero moments and masters copied from the
-weights, or all of it from a file. A file is held against the weights right after those are loaded (`load_stage`).
+weights, or all of it from a file. A file is held against the weights right after those are loaded (`load_stages`).
 `save_stage` writes what there is. A run of one update may do without Values (``kept`` false): then a piece of state
 lives only while it is used, with the same bits.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,7 +78,8 @@ class OptimizerState:
     ``dtype`` is that of the weights; the state is in its accumulation dtype. ``source`` is the file that it starts
     from, None for a fresh one. ``kept`` says whether it outlives an update.
 
-    ``shard`` names the part of the model that the parameters are, where they are not all of it (`stages.spans`).
+    ``shard`` names the part of the model that the parameters are, where they are not all of it (`stages.spans`); its
+    weights and gradients are *flat* then, laid out like the state.
 
     Raises:
         UsageError: ``source`` is of other parameters, or in another dtype.
@@ -93,6 +94,11 @@ class OptimizerState:
     def __post_init__(self) -> None:
         if self.source is not None and not self.shard:
             _check_source(self.source, self)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether weights and gradients lie in flat tensors, which may be on any tier, and not by parameter name."""
+        return bool(self.shard)
 
     @cached_property
     def wide(self) -> torch.dtype:
@@ -191,7 +197,7 @@ class OptimizerState:
             yield parts, context.piece(*self._place(number))
 
     def _name(self, number: int) -> str:
-        return "/".join(filter(None, (names.OPTIMIZER, self.shard, str(number))))
+        return f"{names.of_shard(names.OPTIMIZER, self.shard)}/{number}"
 
     def _place(self, number: int) -> tuple[str, int]:
         value, index = divmod(number, PIECES_A_VALUE)
@@ -209,6 +215,16 @@ class OptimizerState:
             return dict(context.item(name).hf.named_parameters())
         tensors = context.tensors(name)
         return self._views(tensors[FLAT]) if FLAT in tensors else tensors
+
+    def numbers(self, context: StageContext, name: str) -> Iterator[list[torch.Tensor]]:
+        """Yield what a Value that the stage looks at (`looked_at`) has for every piece's parts, good until the next."""
+        tensors = {} if self.is_flat else self.of_value(context, name)
+        for number, parts in enumerate(self.pieces):
+            if self.is_flat:
+                piece = context.piece(name, number)
+                yield [part.of_piece(piece) for part in parts]
+            else:
+                yield [part.of_parameter(tensors) for part in parts]
 
     def _views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         rows = flat.view(-1)
@@ -267,61 +283,74 @@ def _told(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {list(shape)}"
 
 
-def _source_of(state: OptimizerState) -> OptimizerFile:
-    if state.source is None:
-        raise ValueError("a fresh state has nothing to load")
-    return state.source
+def looked_at(
+    values: Mapping[str, OptimizerState], *, is_passed: bool = True
+) -> tuple[tuple[str, ...], tuple[Stream, ...]]:
+    """Return how a stage looks at weights or gradients of shards: what it reads, and the flat ones, which it streams.
 
-
-def load_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
-    """Return the stage that holds the state's source against the weights that were loaded, before any work is done.
-
-    Where the file has masters the weights become their rounding, so that a run loses nothing to a checkpoint in a
-    narrower dtype than its own.
-
-    Raises:
-        ValueError: the state has no source.
+    ``is_passed`` false is for a stage that goes through none of their pieces itself.
     """
-    source = _source_of(state)
-    contents = source.contents
-    scratch = _restore_bytes(state, torch_dtype(contents.checkpoint_dtype)) if MASTER in contents.kinds else 0
-    return Stage(
-        name=name,
-        kind="load-optimizer",
-        run=lambda context: _load(context, [state], source, weights),
-        config={"source": source.fingerprint},
-        updates=(weights,),
-        workspace_bytes=state.row_bytes + max(scratch, state.wide.itemsize),
-        cost=Cost(read_bytes=float(contents.nbytes), moved_bytes=float(contents.nbytes)),
-    )
+    reads = tuple(value for value, state in values.items() if not state.is_flat)
+    flat = tuple(value for value, state in values.items() if state.is_flat)
+    pieces = () if is_passed else (0,) * len(flat)
+    return reads, (Stream(values=flat, pieces=pieces),) if flat else ()
 
 
-def check_stage(states: Sequence[OptimizerState], *, name: str) -> Stage:
-    """Return the stage that holds the source of all shards' states against its checksums; weights it leaves alone.
+def load_stages(states: Sequence[OptimizerState], *, name: str) -> list[Stage]:
+    """Return the stages that hold the source of all shards' states against its checksums, and against the weights.
+
+    They come before any work is done. Where the file has masters the weights become their rounding, so that a run loses
+    nothing to a checkpoint in a narrower dtype than its own.
 
     Raises:
         ValueError: the states have no source.
     """
-    source = _source_of(states[0])
-    contents, row_bytes = source.contents, max(state.row_bytes for state in states)
+    source = states[0].source
+    if source is None:
+        raise ValueError("a fresh state has nothing to load")
+    restored = states if MASTER in source.contents.kinds else ()
+    return [_check_stage(states, source, name), *(_restore_stage(state, source) for state in restored)]
+
+
+def _check_stage(states: Sequence[OptimizerState], source: OptimizerFile, name: str) -> Stage:
+    """Return the stage that holds a file against its checksums; weights it leaves alone."""
+    contents, longest = source.contents, max(state.piece_elements for state in states)
+
+    def run(context: StageContext) -> None:
+        buffer = torch.zeros(longest, dtype=states[0].wide, device=context.device)
+        with source.reading() as reader, torch.no_grad():
+            for kind in contents.kinds:
+                _check(reader, source, kind, states, buffer)
+
     return Stage(
         name=name,
         kind="load-optimizer",
-        run=lambda context: _load(context, states, source, None),
+        run=run,
         config={"source": source.fingerprint},
-        workspace_bytes=row_bytes + states[0].wide.itemsize,
+        workspace_bytes=(longest + 1) * states[0].wide.itemsize,
         cost=Cost(read_bytes=float(contents.nbytes), moved_bytes=float(contents.nbytes)),
     )
 
 
-def restore_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
-    """Return the stage that makes a shard's weights the rounding of their masters, where the source has those.
+def _check(
+    reader: Reader, source: OptimizerFile, kind: str, states: Sequence[OptimizerState], buffer: torch.Tensor
+) -> None:
+    """Raise StageFailedError if numbers of a kind are not finite, or not those that were saved."""
+    checksum = 0
+    for row, parts in ((buffer[: state.piece_elements], parts) for state in states for parts in state.pieces):
+        checksum = _read_row(reader, kind, parts, row, checksum)
+        if not math.isfinite(torch.linalg.vector_norm(row, math.inf).item()):
+            raise StageFailedError(f"the optimizer state {source.path}: {kind} has numbers that are not finite")
+    if checksum != source.checksums[kind]:
+        raise StageFailedError(
+            f"the optimizer state {source.path} is damaged: CRC32C of {kind} is {checksum:#010x}, not "
+            f"{source.checksums[kind]:#010x}; restore the file"
+        )
 
-    Raises:
-        ValueError: the state has no source.
-    """
-    source = _source_of(state)
-    stored = torch_dtype(source.contents.checkpoint_dtype)
+
+def _restore_stage(state: OptimizerState, source: OptimizerFile) -> Stage:
+    """Return the stage that makes a shard's weights the rounding of their masters in a file."""
+    weights, stored = names.shard_weights(state.shard), torch_dtype(source.contents.checkpoint_dtype)
     nbytes = float(state.num_elements * state.wide.itemsize)
 
     def run(context: StageContext) -> None:
@@ -333,35 +362,14 @@ def restore_stage(state: OptimizerState, *, name: str, weights: str) -> Stage:
                 _restore(parts, buffer, parameters, stored, source.path)
 
     return Stage(
-        name=name,
+        name=f"restore {weights}",
         kind="load-optimizer",
         run=run,
         config={"source": source.fingerprint},
         updates=(weights,),
-        workspace_bytes=state.row_bytes + max(_restore_bytes(state, stored), state.wide.itemsize),
+        workspace_bytes=state.row_bytes + _restore_bytes(state, stored),
         cost=Cost(read_bytes=nbytes, moved_bytes=nbytes),
     )
-
-
-def _load(context: StageContext, states: Sequence[OptimizerState], source: OptimizerFile, weights: str | None) -> None:
-    """Check all of a file's numbers; restore ``weights``, if given, from their masters."""
-    parameters = states[0].of_value(context, weights) if weights is not None else {}
-    longest = max(state.piece_elements for state in states)
-    buffer = torch.zeros(longest, dtype=states[0].wide, device=context.device)
-    with source.reading() as reader, torch.no_grad():
-        for kind in source.contents.kinds:
-            checksum = 0
-            for row, parts in ((buffer[: each.piece_elements], parts) for each in states for parts in each.pieces):
-                checksum = _read_row(reader, kind, parts, row, checksum)
-                if not math.isfinite(torch.linalg.vector_norm(row, math.inf).item()):
-                    raise StageFailedError(f"the optimizer state {source.path}: {kind} has numbers that are not finite")
-                if kind == MASTER and weights is not None:
-                    _restore(parts, row, parameters, torch_dtype(source.contents.checkpoint_dtype), source.path)
-            if checksum != source.checksums[kind]:
-                raise StageFailedError(
-                    f"the optimizer state {source.path} is damaged: CRC32C of {kind} is {checksum:#010x}, not "
-                    f"{source.checksums[kind]:#010x}; restore the file"
-                )
 
 
 def _read_row(reader: Reader, kind: str, parts: Sequence[Part], row: torch.Tensor, checksum: int) -> int:
@@ -399,48 +407,23 @@ def _restore(
 
 
 def save_stage(
-    state: OptimizerState,
-    *,
-    name: str,
-    path: str,
-    weights: str,
-    updates: int,
-    checkpoint_dtype: torch.dtype,
-    result: str = "optimizer",
-) -> tuple[Stage, Value]:
-    """Return the stage that writes the state to ``path`` in the run's results, and the Value that it writes.
-
-    Stage and Value have the same name. ``updates`` is how many this run has done by then, ``checkpoint_dtype`` that of
-    the checkpoint that is saved with it: where it is narrower than the state's, the masters are saved too. The path
-    is reported as ``result``.
-
-    Raises:
-        ValueError: the state is not kept.
-    """
-    return save_shards_stage(
-        [state],
-        name=name,
-        path=path,
-        weights=[weights],
-        updates=updates,
-        checkpoint_dtype=checkpoint_dtype,
-        result=result,
-        streamed=False,
-    )
-
-
-def save_shards_stage(
     states: Sequence[OptimizerState],
     *,
     name: str,
     path: str,
-    weights: Sequence[str],
     updates: int,
     checkpoint_dtype: torch.dtype,
     result: str = "optimizer",
-    streamed: bool = True,
 ) -> tuple[Stage, Value]:
-    """Do what `save_stage` does for the states of all shards, whose ``weights`` are ``streamed`` where need be."""
+    """Return the stage that writes all shards' states to ``path`` in the run's results, and the Value that it writes.
+
+    Stage and Value have the same name. ``updates`` is how many this run has done by then, ``checkpoint_dtype`` that of
+    the checkpoint that is saved with it: where it is narrower than the states', the masters are saved too. The path
+    is reported as ``result``.
+
+    Raises:
+        ValueError: the states are not kept.
+    """
     first = states[0]
     if not first.kept:
         raise ValueError("a state that is not kept can't be saved")
@@ -453,39 +436,41 @@ def save_shards_stage(
         checkpoint_dtype=dtype_name(checkpoint_dtype),
         count=first.first_count + updates,
     )
-    masters = weights if with_masters and not has_masters else ()
+    weights_are_masters = with_masters and not has_masters
 
     def run(context: StageContext) -> None:
         target = context.directory / path
         with writing(target, contents) as writer, torch.no_grad():
-            for state, source in zip(states, masters or itertools.repeat(None, len(states)), strict=True):
-                _save(context, state, writer, source, streamed=streamed)
+            for state in states:
+                _save(context, state, writer, with_weights=weights_are_masters)
         context.results[result] = str(target)
         context.provide(name, disk_bytes=target.stat().st_size)
 
     pieces = tuple(value.name for state in states for value in state.values())
+    masters = {names.shard_weights(state.shard): state for state in states} if weights_are_masters else {}
+    reads, streams = looked_at(masters)
     stage = Stage(
         name=name,
         kind="save-optimizer",
         durable=True,
         run=run,
         config={"count": contents.count, "checkpoint_dtype": contents.checkpoint_dtype},
-        reads=() if streamed else tuple(masters),
+        reads=reads,
         writes=(name,),
-        streams=(Stream(values=pieces), *((Stream(values=tuple(masters)),) if streamed and masters else ())),
+        streams=(Stream(values=pieces), *streams),
         cost=Cost(written_bytes=float(contents.nbytes)),
     )
     return stage, file_value(name, contents.nbytes)
 
 
-def _save(context: StageContext, state: OptimizerState, writer: Writer, weights: str | None, *, streamed: bool) -> None:
-    """Write every piece; ``weights`` are their own masters, None where the pieces have them."""
-    parameters = state.of_value(context, weights) if weights is not None and not streamed else {}
-    for number, (parts, piece) in enumerate(state.reading(context)):
-        row = context.piece(weights, number) if weights is not None and streamed else None
+def _save(context: StageContext, state: OptimizerState, writer: Writer, *, with_weights: bool) -> None:
+    """Write every piece, and its weights where they are their own masters."""
+    weights: Iterable[Sequence[torch.Tensor]] = itertools.repeat(())
+    if with_weights:
+        weights = state.numbers(context, names.shard_weights(state.shard))
+    for (parts, piece), masters in zip(state.reading(context), weights, strict=False):
         for part in parts:
-            for kind, numbers in zip(state.kinds, piece, strict=True):
-                writer.append(kind, part.of_piece(numbers).numpy())
-            if weights is not None:
-                master = part.of_parameter(parameters) if row is None else part.of_piece(row)
-                writer.append(MASTER, master.numpy())
+            for kind, row in zip(state.kinds, piece, strict=True):
+                writer.append(kind, part.of_piece(row).numpy())
+        for master in masters:
+            writer.append(MASTER, master.numpy())

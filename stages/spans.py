@@ -1,10 +1,12 @@
 """The cut of a model into layer spans: contiguous layers whose weights, gradients and optimizer state are one unit.
 
-With one span everything is as it is without: the model is one Value, ``weights``. With more, ``weights`` is the model's
-skeleton alone, modules and buffers, and each *shard* has a Value of its own for weights, gradients and norms: a span's
-layers (the embedding with the first, final norm and head with the last), or a tied embedding, which both ends use. A
-shard's parameters lie behind each other in one flat tensor, laid out like its optimizer state (`stages.optimizer`), so
-it moves and streams in few large pieces; the modules are pointed at views of it while a stage runs.
+Each *shard* has a Value of its own for weights, gradients and norms: a span's layers (the embedding with the first,
+final norm and head with the last), or a tied embedding, which both ends use. A whole model is the case of one span and
+one shard without a name. Its Values are those that stages of a person's own know: ``weights``, which is the model
+object, and ``stepN/gradients``, tensors by parameter name; both stay on the device. In a cut model ``weights`` is the
+skeleton alone, modules and buffers, and a shard's parameters lie behind each other in one *flat* tensor, laid out like
+its optimizer state (`stages.optimizer`), so that it moves and streams in few large pieces; the modules are pointed at
+views of it while a stage runs.
 
 A chunk's stage becomes one for every span. Between two spans the hidden state is a Value, and in the backward its
 cotangent. All chunks go through a span before the next one begins, so a span is fetched once a pass.
@@ -24,8 +26,10 @@ from typing import Any
 
 import torch
 
+from engine.budget import Tier
 from engine.context import StageContext
 from engine.plan import TensorSpec, Value, ValueKind
+from engine.tensors import dtype_name
 from models.dense import EMBEDDING_GRADIENT
 from stages import names
 from stages.optimizer import FLAT, OptimizerState
@@ -60,16 +64,16 @@ class Span:
     @property
     def shard(self) -> str:
         """The name of the shard with the span's layers."""
-        return f"span{self.index}"
+        return "" if self.is_whole else f"span{self.index}"
 
     def of(self, name: str) -> str:
         """Return the name of what ``name`` has in this span."""
-        return name if self.is_whole else f"{name}/{self.shard}"
+        return names.of_shard(name, self.shard)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A model's spans, and its shards' parameters in the order of ``named_parameters()``; no shards for one span."""
+    """A model's spans, and its shards' parameters in the order of ``named_parameters()``."""
 
     spans: tuple[Span, ...]
     shards: Mapping[str, Mapping[str, TensorSpec]]
@@ -79,8 +83,14 @@ class Cut:
         return len(self.spans) == 1
 
     @cached_property
-    def is_tied(self) -> bool:
+    def has_embedding_apart(self) -> bool:
+        """Whether there is a shard of a tied embedding alone."""
         return EMBEDDING in self.shards
+
+    @property
+    def embedding_shard(self) -> str:
+        """The name of the shard with the embedding."""
+        return EMBEDDING if self.has_embedding_apart else self.spans[0].shard
 
     def outline(self) -> Cut:
         """Return the cut with each kind of span once: the others need the same bytes of the device as one of them."""
@@ -100,19 +110,15 @@ class Cut:
 
     def shards_of(self, span: Span, *, with_head: bool) -> tuple[str, ...]:
         """Return the shards that a stage of a span needs; ``with_head`` if it has scored rows."""
-        if self.is_whole:
-            return ()
-        both_ends = self.is_tied and (span.is_first or (span.is_last and with_head))
-        return (*((EMBEDDING,) if both_ends else ()), span.shard)
+        is_end = span.is_first or (span.is_last and with_head)
+        return (*((EMBEDDING,) if is_end and self.has_embedding_apart else ()), span.shard)
 
 
 def cut_model(parameters: Mapping[str, TensorSpec], *, num_layers: int, num_spans: int, tied: bool) -> Cut:
     """Cut a model into spans of about equal bytes, each of at least one layer."""
-    if num_spans == 1:
-        return Cut(spans=(Span(index=0, layers=range(num_layers), num_layers=num_layers, next_index=1),), shards={})
     layer_of = {name: int(found[1]) for name in parameters if (found := _LAYER.search(name))}
     ends = {name: 0 if name == EMBEDDING_GRADIENT else num_layers - 1 for name in parameters}
-    apart = {EMBEDDING_GRADIENT} if tied else set()
+    apart = {EMBEDDING_GRADIENT} if tied and num_spans > 1 else set()
     nbytes = [0] * num_layers
     for name, spec in parameters.items():
         nbytes[layer_of.get(name, ends[name])] += 0 if name in apart else spec.nbytes
@@ -121,7 +127,7 @@ def cut_model(parameters: Mapping[str, TensorSpec], *, num_layers: int, num_span
         stop = _stop(nbytes, start, num_spans - index)
         spans.append(Span(index=index, layers=range(start, stop), num_layers=num_layers, next_index=index + 1))
         start = stop
-    shards: dict[str, dict[str, TensorSpec]] = {EMBEDDING: {}} if tied else {}
+    shards: dict[str, dict[str, TensorSpec]] = {EMBEDDING: {}} if apart else {}
     shards |= {span.shard: {} for span in spans}
     span_of = {layer: span.shard for span in spans for layer in span.layers}
     for name, spec in parameters.items():
@@ -139,19 +145,26 @@ def _stop(nbytes: list[int], start: int, num_spans: int) -> int:
 
 
 def flat_value(name: str, state: OptimizerState, dtype: str, kind: ValueKind) -> Value:
-    """Return the Value of a shard's weights or gradients."""
+    """Return the Value of the weights or gradients of a cut model's shard."""
     return Value(name=name, tensors={FLAT: state.flat_spec(dtype)}, kind=kind)
+
+
+def gradients_value(update: str, state: OptimizerState) -> Value:
+    """Return the Value of a shard's gradients."""
+    name, wide, kind = names.gradients(update, state.shard), dtype_name(state.wide), ValueKind.ACCUMULATOR
+    if state.is_flat:
+        return flat_value(name, state, wide, kind)
+    tensors = {parameter: TensorSpec(shape=spec.shape, dtype=wide) for parameter, spec in state.parameters.items()}
+    return Value(name=name, tensors=tensors, kind=kind, tiers=(Tier.DEVICE,))
 
 
 @contextmanager
 def attached(context: StageContext, model: Any, shards: Mapping[str, OptimizerState]) -> Iterator[None]:
-    """Point the model's parameters at the weights of ``shards`` meanwhile."""
-    if not shards:
-        yield
-        return
+    """Point the model's parameters at the flat weights of ``shards`` meanwhile."""
     views: dict[str, torch.Tensor] = {}
-    for shard, state in shards.items():
-        views |= state.of_value(context, names.shard_weights(shard))
+    for state in shards.values():
+        if state.is_flat:
+            views |= state.of_value(context, names.shard_weights(state.shard))
     model.attach(views)
     try:
         yield

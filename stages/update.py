@@ -10,7 +10,7 @@ float32 are the rounding of their masters. Step count and learning rate of an up
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,11 +20,11 @@ from torch.optim.adamw import adamw
 
 from engine.context import StageContext
 from engine.errors import StageFailedError, UsageError
-from engine.plan import Cost, Stage, Stream, TensorSpec, Value
+from engine.plan import Cost, Stage, TensorSpec, Value
 from engine.tensors import dtype_name
 from models.dense import EMBEDDING_GRADIENT, HEAD_GRADIENT
 from models.float64 import accumulation_dtype
-from stages.optimizer import OptimizerState, Part
+from stages.optimizer import OptimizerState, Part, looked_at
 from stages.sampled import VECTOR_TIERS
 
 _COUNTER_BYTES = 4
@@ -61,84 +61,46 @@ class AdamWOptions:
 def merge_stage(
     *,
     name: str,
-    gradients: str,
+    gradients: Mapping[str, OptimizerState],
+    embedding: str = "",
     head_gradients: str | None = None,
     lookup: tuple[str, str] | None = None,
-    embedding: OptimizerState | None = None,
-    others: Sequence[str] = (),
 ) -> Stage:
-    """Return the stage after which gradients are complete; it adds the other share of a tied embedding in place.
+    """Return the stage after which ``gradients`` are complete; it adds the other share of a tied embedding in place.
 
-    That is either ``head_gradients``, or ``lookup``: rows and their ids (`stages.lookup`; all rows where the latter is
-    empty). ``embedding`` is the layout of ``gradients`` where those are of a tied embedding alone; ``others`` are
-    gradients that are complete now too, so that whoever wants to see them may, piece by piece.
+    That is either ``head_gradients``, or ``lookup``: rows and their ids (`stages.lookup`). ``embedding`` is which of
+    the gradients have the embedding's. The others are complete now too, so that whoever wants to see them may, piece by
+    piece.
     """
+    shares = (*filter(None, (head_gradients,)), *(lookup or ()))
+    changed = embedding if shares else ""
 
     def run(context: StageContext) -> None:
+        if not changed:
+            return
+        whole = gradients[changed].of_value(context, changed)[EMBEDDING_GRADIENT]
         if head_gradients is not None:
-            head = context.tensors(head_gradients)[HEAD_GRADIENT]
-            context.tensors(gradients)[EMBEDDING_GRADIENT].add_(head)
+            whole.add_(context.tensors(head_gradients)[HEAD_GRADIENT])
         if lookup is not None:
-            rows, found = context.tensors(lookup[0])["rows"], context.tensors(gradients)
-            whole = (found if embedding is None else embedding.of_value(context, gradients))[EMBEDDING_GRADIENT]
-            if lookup[1]:
-                whole.index_add_(0, context.tensors(lookup[1])["ids"], rows)
-            else:
-                whole.add_(rows)
+            rows, ids = lookup
+            whole.index_add_(0, context.tensors(ids)["ids"], context.tensors(rows)["rows"])
 
-    reads = (*(() if head_gradients is None else (head_gradients,)), *filter(None, lookup or ()))
+    others = {value: state for value, state in gradients.items() if value != changed}
+    seen, streams = looked_at(others, is_passed=False)
     return Stage(
         name=name,
         kind="merge",
         run=run,
-        reads=reads,
-        updates=(gradients,) if gradients else (),
-        streams=(Stream(values=tuple(others), pieces=(0,) * len(others)),) if others else (),
+        reads=(*shares, *seen),
+        updates=(changed,) if changed else (),
+        streams=streams,
     )
-
-
-def global_norm(gradients: Mapping[str, torch.Tensor]) -> float:
-    """Return the Euclidean norm of all gradients together: per-parameter norms, summed in order in float64."""
-    return _joined(torch.linalg.vector_norm(gradient).item() for gradient in gradients.values())
-
-
-def _joined(norms: Iterable[float]) -> float:
-    return math.sqrt(math.fsum(norm**2 for norm in norms))
 
 
 def clip_value(name: str, dtype: torch.dtype) -> Value:
     """Return the Value of a clip stage's factor; ``dtype`` is that of the weights."""
     scale = TensorSpec(shape=(1,), dtype=dtype_name(accumulation_dtype(dtype)))
     return Value(name=name, tensors={"scale": scale}, tiers=VECTOR_TIERS)
-
-
-def clip_stage(*, name: str, gradients: Value, clip: str, max_grad_norm: float, result: str = "grad_norm") -> Stage:
-    """Return the stage that reports the gradients' norm and writes the factor that brings it to ``max_grad_norm``.
-
-    It fails if a gradient is not finite.
-    """
-
-    def run(context: StageContext) -> None:
-        _clip(context, global_norm(context.tensors(gradients.name)), clip, max_grad_norm, result)
-
-    return Stage(
-        name=name,
-        kind="clip",
-        run=run,
-        config={"max_grad_norm": float(max_grad_norm)},
-        reads=(gradients.name,),
-        writes=(clip,),
-        workspace_bytes=max(spec.nbytes // spec.num_elements for spec in gradients.tensors.values()),
-        cost=Cost(moved_bytes=float(gradients.nbytes), num_kernels=float(2 * len(gradients.tensors))),
-    )
-
-
-def _clip(context: StageContext, norm: float, clip: str, max_grad_norm: float, result: str) -> None:
-    if not math.isfinite(norm):
-        raise StageFailedError(f"the gradient's norm is {norm}; check the weights, the inputs and the dtype")
-    scale = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm else 1.0
-    context.tensors(clip)["scale"].fill_(scale)
-    context.results[result] = norm
 
 
 def norms_value(name: str, state: OptimizerState) -> Value:
@@ -168,14 +130,20 @@ def norms_stage(*, name: str, gradients: str, state: OptimizerState, norms: str)
     )
 
 
-def clip_norms_stage(
-    *, name: str, norms: Sequence[str], clip: str, max_grad_norm: float, result: str = "grad_norm"
-) -> Stage:
-    """Return the stage that does what `clip_stage` does, from the norms of all shards."""
+def clip_stage(*, name: str, norms: Sequence[str], clip: str, max_grad_norm: float, result: str = "grad_norm") -> Stage:
+    """Return the stage that reports the gradients' norm and writes the factor that brings it to ``max_grad_norm``.
+
+    ``norms`` are those of all parameters, in order. It fails if a gradient is not finite.
+    """
 
     def run(context: StageContext) -> None:
-        numbers = (number for value in norms for number in context.tensors(value)["norms"].tolist())
-        _clip(context, _joined(numbers), clip, max_grad_norm, result)
+        squares = (norm**2 for value in norms for norm in context.tensors(value)["norms"].tolist())
+        norm = math.sqrt(math.fsum(squares))
+        if not math.isfinite(norm):
+            raise StageFailedError(f"the gradient's norm is {norm}; check the weights, the inputs and the dtype")
+        scale = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm else 1.0
+        context.tensors(clip)["scale"].fill_(scale)
+        context.results[result] = norm
 
     return Stage(
         name=name,
@@ -184,6 +152,7 @@ def clip_norms_stage(
         config={"max_grad_norm": float(max_grad_norm)},
         reads=tuple(norms),
         writes=(clip,),
+        cost=Cost(num_kernels=1),
     )
 
 

@@ -23,9 +23,9 @@ from engine.runtime import Outcome, execute
 from engine.tensors import dtype_name
 from models.float64 import accumulation_dtype
 from stages import AdamWOptions
-from stages.optimizer import OptimizerState, load_stage, save_stage
+from stages.optimizer import OptimizerState, load_stages, save_stage
 from stages.optimizer_file import read_optimizer_file
-from stages.update import adamw_stage, clip_stage, clip_value, merge_stage
+from stages.update import adamw_stage, clip_stage, clip_value, merge_stage, norms_stage, norms_value
 from tests.helpers import Gradients, budget
 
 SHAPES = {"embed": (37, 24), "norm": (24,), "up.weight": (50, 24), "up.bias": (5,), "scale": (1,), "head": (11, 7)}
@@ -93,15 +93,15 @@ class Updates:
             plan.value(value)
         plan.add(Stage(name="load", kind="load", run=self._load, writes=("weights",)))
         if state.source is not None:
-            plan.add(load_stage(state, name="load optimizer", weights="weights"))
+            for stage in load_stages([state], name="load optimizer"):
+                plan.add(stage)
         for update in range(len(self.rates)):
             self._add_update(plan, state, update)
         if self.save_for is not None:
             stage, value = save_stage(
-                state,
+                [state],
                 name="optimizer",
                 path="saved/optimizer.safetensors",
-                weights="weights",
                 updates=len(self.rates),
                 checkpoint_dtype=self.save_for,
             )
@@ -136,10 +136,12 @@ class Updates:
                 workspace_bytes=10 * gradients.nbytes,
             )
         )
-        plan.add(merge_stage(name=f"merge{update}", gradients=gradients.name, head_gradients=None))
-        plan.value(clip_value(f"clip{update}", self.dtype))
+        plan.add(merge_stage(name=f"merge{update}", gradients={gradients.name: state}))
+        norms = plan.value(norms_value(f"norms{update}", state))
+        plan.add(norms_stage(name=f"norms{update}", gradients=gradients.name, state=state, norms=norms.name))
+        clip = plan.value(clip_value(f"clip{update}", self.dtype))
         limit = self.options.max_grad_norm
-        plan.add(clip_stage(name=f"clip{update}", gradients=gradients, clip=f"clip{update}", max_grad_norm=limit))
+        plan.add(clip_stage(name=f"clip{update}", norms=[norms.name], clip=clip.name, max_grad_norm=limit))
         plan.add(
             adamw_stage(
                 state,
