@@ -26,8 +26,8 @@ import numpy as np
 import zarr
 from zarr.storage import MemoryStore
 
+from engine.atomic import PARTIAL_SUFFIX
 from engine.errors import RunDirectoryError, UsageError
-from engine.run import PARTIAL_SUFFIX
 
 Index = tuple[int, ...]
 

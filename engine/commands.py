@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.atomic import atomic_write_bytes, atomic_write_text, check_writable
 from engine.budget import Budget, default_budget, merge_budget, parse_budget
 from engine.errors import DoesNotFitError, EngineError, StageFailedError, UsageError
 from engine.journal import Journal, PlanRecord, read_journal
@@ -25,14 +26,7 @@ from engine.outputs import Outputs
 from engine.plain import finite
 from engine.plan import Choices, Plan
 from engine.resume import RunRequest, check_same, last_attempt, unfinished
-from engine.run import (
-    RunDirectory,
-    atomic_write_bytes,
-    atomic_write_text,
-    check_writable,
-    default_run_path,
-    disk_usage_bytes,
-)
+from engine.run import RunDirectory, default_run_path, disk_usage_bytes
 from engine.units import format_bytes
 
 if TYPE_CHECKING:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from engine.atomic import atomic_write_bytes
 from engine.budget import Tier
 from engine.errors import EngineError
 from engine.memory import DEVICE
 from engine.plan import Stage
-from engine.run import atomic_write_bytes, data_checksum
+from engine.run import data_checksum
 from engine.streams import PieceStream, Place, Porter, Slot, tensor_of
 from engine.tensors import piece_of
 

@@ -36,8 +36,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import google_crc32c
 import msgpack
 
+from engine.atomic import sync_directory
 from engine.errors import RunDirectoryError, StageFailedError, UsageError
-from engine.run import sync_directory
 from engine.units import MIB
 
 MAGIC = "longstraw-journal"

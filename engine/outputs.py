@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.atomic import atomic_write_text, check_writable
 from engine.errors import UsageError
 from engine.plain import finite
-from engine.run import atomic_write_text, check_writable
 
 if TYPE_CHECKING:
     from engine.planner import Forecast

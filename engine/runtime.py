@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
+from engine.atomic import atomic_write_bytes, atomic_write_text, check_writable
 from engine.budget import Tier
 from engine.driver import Observer, drive
 from engine.errors import StageFailedError, UnsupportedModelError, UsageError
@@ -42,7 +43,7 @@ from engine.plan import Plan, Stage
 from engine.planner import Forecast, peak_bytes_at
 from engine.recipe import plan_fingerprint, recipe_keys
 from engine.resume import kept_files
-from engine.run import METRICS_FILE, RunDirectory, atomic_write_bytes, atomic_write_text, check_writable
+from engine.run import METRICS_FILE, RunDirectory
 from engine.schedule import Copy, Create, filled_tier
 from engine.store import Store
 from engine.trace import MEASURED, Recording, chrome_trace

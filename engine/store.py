@@ -53,10 +53,10 @@ from engine.arrays import (
     read_spec,
     write_metadata,
 )
+from engine.atomic import PARTIAL_SUFFIX, sync_directory
 from engine.chunkfile import Array, read_file, sync_files, verify_chunks, write_file
 from engine.errors import RunDirectoryError, UsageError
 from engine.full_disk import full_disk_explained
-from engine.run import PARTIAL_SUFFIX, sync_directory
 from engine.units import KIB
 
 _MARK = {"longstraw_store": 1}

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from safetensors.numpy import save_file
 
+from engine.atomic import atomic_directory, atomic_file
 from engine.context import StageContext
 from engine.full_disk import full_disk_explained
 from engine.plan import TensorSpec
-from engine.run import atomic_directory, atomic_file, disk_usage_bytes
+from engine.run import disk_usage_bytes
 from models.policy import PolicySource, quiet
 from stages import names
 from stages.optimizer import OptimizerState

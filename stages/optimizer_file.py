@@ -25,12 +25,12 @@ import google_crc32c
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from engine.atomic import atomic_file
 from engine.chunkfile import Array, as_bytes
 from engine.errors import StageFailedError, UsageError
 from engine.full_disk import full_disk_explained
 from engine.plan import ITEM_BYTES
 from engine.recipe import digest
-from engine.run import atomic_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"

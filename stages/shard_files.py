@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from engine.atomic import atomic_file
 from engine.chunkfile import as_bytes
 from engine.context import StageContext
 from engine.full_disk import full_disk_explained
 from engine.plan import ITEM_BYTES
-from engine.run import atomic_file
 from engine.tensors import dtype_name
 from stages import names
 from stages.checkpoint import new_checkpoint

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.run import sync_directory
+from engine.atomic import sync_directory
 from engine.store import Store
 from engine.units import KIB, MIB
 
