@@ -69,6 +69,8 @@ class Placement:
 
     Attributes:
         windows: of movable Values that are ever on the device, in order.
+        early: of Values that are stored before they leave, the stages at which they are, at most one in a window;
+            nothing changes them from then to its end. Others are stored as they leave.
         doubled: the stages whose streams have two buffers each.
         homes: of all Values that are ever off the device.
         staging_bytes: host bytes through which Values pass to the disk and back; 0 where nothing is there.
@@ -76,6 +78,7 @@ class Placement:
 
     needs: Needs = field(repr=False, compare=False)
     windows: Mapping[int, tuple[Window, ...]]
+    early: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     doubled: frozenset[int] = frozenset()
     homes: Mapping[int, Tier] = field(default_factory=dict)
     staging_bytes: int = 0
@@ -147,7 +150,7 @@ class Placement:
         needs = self.needs
         birth, death = self.life(number)
         used, changes = set(needs.used_at[number]), needs.changed_at[number]
-        windows = self.windows[number]
+        windows, early = self.windows[number], self.early.get(number, ())
         at_home = windows[0].first > birth
         if at_home:
             yield Step(birth, True, Event.CREATE, number, True)
@@ -158,8 +161,9 @@ class Placement:
                 yield Step(first, True, Event.CREATE, number, False)
             changed = not at_home or bisect_left(changes, first) < bisect_right(changes, last)
             if last < death and changed:
-                alongside = last not in used
-                yield Step(last, alongside, Event.STORE, number, True, alongside)
+                stored = next((stage for stage in early if first <= stage <= last), last)
+                alongside = stored not in used
+                yield Step(stored, alongside, Event.STORE, number, True, alongside)
                 at_home = True
             if last < needs.num_stages:
                 yield Step(last, False, Event.DROP, number, False)

@@ -27,11 +27,10 @@ from engine.driver import drive
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
 from engine.lattice import Bounds, Frontier, Lattice, Place
-from engine.needs import needs_of
 from engine.origin import at
 from engine.placement import Placement
-from engine.placer import Placer
 from engine.plan import ActualSizes, Choices, ChoiceSpace, Plan, Stage
+from engine.portfolio import Portfolio
 from engine.schedule import Run, Schedule, best_placement, device_floor, write_down
 from engine.simulated import SimulatedMachine, Uncounted
 from engine.trace import PREDICTED, Recording
@@ -143,7 +142,7 @@ class Planner:
     profile: HardwareProfile
     fixed: Choices = field(default_factory=dict)
     _lowered: dict[Hashable, Plan] = field(default_factory=dict, init=False, repr=False)
-    _placers: dict[int, Placer] = field(default_factory=dict, init=False, repr=False)  # each holds its plan
+    _portfolios: dict[int, Portfolio] = field(default_factory=dict, init=False, repr=False)  # each holds its plan
 
     def forecast(self, budget: Budget) -> Forecast:
         """Choose, schedule and simulate.
@@ -172,7 +171,7 @@ class Planner:
             if item.place is not None:
                 self._look_further(frontier, item.place, budget, math.inf if best is None else best.seconds)
             elif self._floor(item.choices)[0] <= budget.device_bytes:
-                compute_s = self._placer(self._sketch(item.choices)).total_compute_s
+                compute_s = self._portfolio(self._sketch(item.choices)).own.total_compute_s
                 if compute_s > item.least_s:
                     frontier.put_back(compute_s, item.choices)
                 else:
@@ -284,8 +283,7 @@ class Planner:
         key = ("floor", *choices.items())
         if key not in self._lowered:
             self._lowered[key] = self.plan.outlined(choices)
-        placer = self._placer(self._lowered[key])
-        return placer.least_bytes, placer.binding_stage
+        return self._portfolio(self._lowered[key]).floor
 
     def _sketch(self, choices: Choices) -> Plan:
         key = ("sketch", *choices.items())
@@ -299,14 +297,14 @@ class Planner:
             return self.plan
         return self.plan.lowered({name: sketch.choices[name] for name in self._ladders})
 
-    def _placer(self, plan: Plan) -> Placer:
-        if id(plan) not in self._placers:
-            self._placers[id(plan)] = Placer(needs=needs_of(plan, plan.ordered()), profile=self.profile)
-        return self._placers[id(plan)]
+    def _portfolio(self, plan: Plan) -> Portfolio:
+        if id(plan) not in self._portfolios:
+            self._portfolios[id(plan)] = Portfolio(plan=plan, profile=self.profile)
+        return self._portfolios[id(plan)]
 
     def _placed(self, plan: Plan, budget: Budget) -> tuple[Placement, float]:
         try:
-            return best_placement(self._placer(plan), budget)
+            return best_placement(self._portfolio(plan), budget)
         except DoesNotFitError as error:
             error.report = self._report(plan, budget) | error.report
             raise

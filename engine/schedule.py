@@ -1,14 +1,16 @@
 """When everything happens and where everything lives, decided ahead of time.
 
-A *schedule* is a list of instructions. `make_schedule` puts the stages in the plan's order, lets `engine.placer` choose
-where Values live, and writes down what follows: before a stage, copies of what it needs on the device; the stage; then
-what is stored and dropped.
+A *schedule* is a list of instructions. `make_schedule` takes the stages in the orders of `engine.portfolio`, lets
+`engine.placer` choose where Values live in each, and writes down what follows of the fastest: before a stage, copies of
+what it needs on the device; the stage; then what is stored and dropped.
 
 A copy is either waited for, or it runs *alongside* the next stage and is complete when that stage is.
 
 What is guaranteed: no tier's budget is ever exceeded; a plan whose `device_floor` is within the device budget gets a
 schedule if host and disk have room, and one whose floor is not gets none; a larger budget never gives a slower
-schedule; the same plan, budget and profile give the same schedule. What is not: that the schedule is the fastest one.
+schedule; the same plan, budget and profile give the same schedule; changes of accumulators and ordered Values come in
+program order, so that no bit depends on the schedule. What is not: that the schedule is the fastest one. How far it is
+from that on small plans is measured by `python -m tests.benchmarks.schedule_against_optimum`.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from engine.budget import Budget, Tier
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
 from engine.ledger import Ledger
-from engine.needs import Needs, needs_of
+from engine.needs import Needs
 from engine.placement import Event, Placement, Step
 from engine.placer import Placer
 from engine.plan import Plan, Stage
+from engine.portfolio import Portfolio, leanest
 from engine.units import format_bytes
 
 
@@ -126,13 +129,15 @@ def _workspace_entry(run: Run) -> str:
 def device_floor(plan: Plan) -> tuple[int, Stage]:
     """Return the fewest device bytes that any schedule of ``plan`` needs, and the stage that needs them.
 
+    Any schedule in the orders that are tried, that is: Values that live on the device only are alive longer in others.
+
     Proof: while a stage runs, its resident Values, its workspace, and every live Value that may live on the device
     only are on the device whatever the schedule does. A stream of Values that may leave needs its buffer, which is
     its largest piece, or has the Value with that piece there instead, which is no smaller; no Value is in two
     buffered streams of a stage, or resident and in one. `make_schedule` reaches the bound where host and disk have
     room, since everything else can leave.
     """
-    return needs_of(plan, plan.ordered()).floor
+    return leanest(plan).floor
 
 
 def staging_need(plan: Plan) -> int:
@@ -148,14 +153,34 @@ def make_schedule(plan: Plan, budget: Budget, profile: HardwareProfile) -> Sched
         DoesNotFitError: there is none, or host and disk are too small for what has to leave the device.
         PlanError: the plan is not well formed.
     """
-    placer = Placer(needs=needs_of(plan, plan.ordered()), profile=profile)
-    placement, seconds = best_placement(placer, budget)
+    placement, seconds = best_placement(Portfolio(plan=plan, profile=profile), budget)
     return write_down(placement, budget, seconds)
 
 
-def best_placement(placer: Placer, budget: Budget) -> tuple[Placement, float]:
-    """Return the fastest placement that is found, with its time."""
-    _check_device(placer.needs, budget)
+def best_placement(portfolio: Portfolio, budget: Budget) -> tuple[Placement, float]:
+    """Return the fastest placement that is found in any order, with its time."""
+    _check_device(portfolio.floor, budget)
+    best: tuple[Placement, float] | None = None
+    refusal: DoesNotFitError | None = None
+    for placer in portfolio.placers():
+        if placer.least_bytes > budget.device_bytes:
+            continue
+        try:
+            found = best_in_order(placer, budget)
+        except DoesNotFitError as error:
+            refusal = refusal or error
+            continue
+        if best is None or found[1] < best[1]:
+            best = found
+        if best[1] <= placer.total_compute_s:  # no other order is faster
+            break
+    if best is None:
+        raise refusal or DoesNotFitError("no schedule was found")
+    return best
+
+
+def best_in_order(placer: Placer, budget: Budget) -> tuple[Placement, float]:
+    """Return the fastest placement that is found in the order of a placer, with its time."""
     staging_bytes = staging_need(placer.needs.plan)
     best: tuple[Placement, float] | None = None
     refusal: DoesNotFitError | None = None
@@ -173,8 +198,8 @@ def best_placement(placer: Placer, budget: Budget) -> tuple[Placement, float]:
     return best
 
 
-def _check_device(needs: Needs, budget: Budget) -> None:
-    least_bytes, stage = needs.floor
+def _check_device(floor: tuple[int, Stage], budget: Budget) -> None:
+    least_bytes, stage = floor
     if least_bytes > budget.device_bytes:
         raise DoesNotFitError(
             f"stage {stage.name} needs {format_bytes(least_bytes)} ({least_bytes} bytes) on the device, with "

@@ -26,6 +26,9 @@ from engine.placement import Placement, Window
 
 _NOT_YET = float("inf")
 
+_WORTH_IT = 1e-6
+# Of the time of a plan: another pass over all Values has to make it faster by more than this.
+
 _FASTER_S = 1e-12
 # Of a second, relative to the time of the plan: less is rounding.
 
@@ -42,7 +45,10 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A movable Value: its bytes, the seconds of its copies, and the stages that use it."""
+    """A movable Value: its bytes, the seconds of its copies, and the stages that use it.
+
+    ``streamed`` are the visits that do not have it as a resident.
+    """
 
     number: int
     nbytes: int
@@ -50,8 +56,13 @@ class Item:
     store_s: float
     keep: bool
     visits: tuple[Visit, ...]
+    streamed: tuple[Visit, ...]
     used: frozenset[int]
     resident: frozenset[int]
+
+
+_Saved = tuple[list[list[Any]], dict[int, tuple[Window, ...]], dict[int, tuple[int, ...]]]
+# What a search had: its lists, windows and early stores.
 
 
 @dataclass(kw_only=True)
@@ -64,6 +75,7 @@ class Search:
             its streams.
         away: of every stream, how many of its Values are not on the device.
         buffers: of every stage, its buffered streams; ``piece_bytes`` of each.
+        seen: the part of a transfer that no compute hides; ``covered_s`` is what each stage hides of the rest.
     """
 
     needs: Needs
@@ -77,14 +89,18 @@ class Search:
     streamed_s: list[float]
     cap_bytes: int
     windows: dict[int, tuple[Window, ...]] = field(default_factory=dict)
+    early: dict[int, tuple[int, ...]] = field(default_factory=dict)
     two: list[bool] = field(default_factory=list)
     copies_s: list[float] = field(default_factory=list)
     alongside_s: list[float] = field(default_factory=list)
     price_s: float = 0.0
+    seen: float = 0.0
+    covered_s: list[float] = field(default_factory=list)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
         num = len(self.compute_s)
+        self.seen, self.covered_s = 1.0 - self.overlap, [self.overlap * seconds for seconds in self.compute_s]
         self.two, self.copies_s, self.alongside_s = [False] * num, [0.0] * num, [0.0] * num
         for item in self.items:
             self.windows[item.number] = self._least_windows(item)
@@ -103,46 +119,56 @@ class Search:
 
     # What things take
 
-    def _excess_s(self, stage: int, hidden_s: float) -> float:
-        """Return what transfers behind a stage add to its compute time."""
-        return max((1.0 - self.overlap) * hidden_s, hidden_s - self.overlap * self.compute_s[stage])
+    def added_s(self, stage: int, more_s: float) -> float:
+        """Return what ``more_s`` of transfers behind a stage add to its time.
 
-    def _hidden_s(self, stage: int) -> float:
-        return self.alongside_s[stage] + (self.streamed_s[stage] if self.two[stage] else 0.0)
-
-    def _stage_s(self, stage: int) -> float:
-        """Return what all transfers of a stage add to its compute time."""
-        alone = 0.0 if self.two[stage] else self.streamed_s[stage]
-        return self.copies_s[stage] + alone + self._excess_s(stage, self._hidden_s(stage))
+        Transfers h behind a stage of compute c add max((1 - overlap) h, h - overlap c) to c.
+        """
+        hidden = self.alongside_s[stage] + (self.streamed_s[stage] if self.two[stage] else 0.0)
+        seen, covered = self.seen, self.covered_s[stage]
+        least, most = seen * hidden, hidden - covered
+        before = least if least > most else most
+        hidden += more_s
+        least, most = seen * hidden, hidden - covered
+        return (least if least > most else most) - before
 
     def seconds(self) -> float:
         """Return the seconds of all stages beyond their compute time."""
-        return sum(self._stage_s(stage) for stage in range(len(self.compute_s)))
+        total, seen = 0.0, self.seen
+        rows = zip(self.copies_s, self.alongside_s, self.streamed_s, self.two, self.covered_s, strict=True)
+        for waited, hidden, streamed, two, covered in rows:
+            if two:
+                hidden += streamed
+            else:
+                waited += streamed
+            least, most = seen * hidden, hidden - covered
+            total += waited + (least if least > most else most)
+        return total
 
     # Counting
 
     def _count(self, item: Item, sign: int) -> None:
         """Add (1) or take away (-1) what the windows of a Value hold and take, beside its uses as a resident."""
         number, last_stage = item.number, len(self.load) - 1
-        windows = self.windows[number]
+        windows, early = self.windows[number], self.early.get(number, ())
         birth, death = item.visits[0].stage, item.visits[-1].stage
-        covered: set[int] = set()
+        load, nbytes = self.load, sign * item.nbytes
         at_home = not windows or windows[0].first > birth
         for first, last in windows:
-            span = range(first, min(last, last_stage) + 1)
-            covered.update(span)
-            for stage in span:
-                if stage not in item.resident:
-                    self.load[stage] += sign * item.nbytes
+            for stage in range(first, min(last, last_stage) + 1):
+                load[stage] += nbytes
             if at_home:
                 (self.copies_s if first in item.used else self.alongside_s)[first] += sign * item.fetch_s
             dirty = not at_home or any(v.changes for v in item.visits if first <= v.stage <= last)
             lives_on = last <= last_stage if item.keep else last < death
             if dirty and lives_on:
-                (self.copies_s if last in item.used else self.alongside_s)[last] += sign * item.store_s
+                stored = next((stage for stage in early if first <= stage <= last), last)
+                (self.copies_s if stored in item.used else self.alongside_s)[stored] += sign * item.store_s
                 at_home = True
-        for visit in item.visits:
-            if visit.stage not in covered:
+        for stage in item.resident:  # each is in a window, and counted already
+            load[stage] -= nbytes
+        for visit in item.streamed:
+            if not any(first <= visit.stage <= last for first, last in windows):
                 self._count_stream(visit, sign)
 
     def _count_stream(self, visit: Visit, sign: int) -> None:
@@ -175,28 +201,28 @@ class Search:
         path = _Path(self, item).best()
         if path is None:
             return False
-        self.windows[item.number] = path
+        self.windows[item.number], self.early[item.number] = path
         self._count(item, 1)
         return True
 
     def take_out(self, item: Item) -> None:
         """Take away a Value, but for its bytes where it is used as a resident."""
         self._count(item, -1)
-        self.windows[item.number] = ()
+        self.windows[item.number], self.early[item.number] = (), ()
 
     def improve_each(self) -> None:
         """Place one Value after the other anew until nothing gets faster."""
         before = self.seconds()
         while True:
             for item in self.items:
-                old = self.windows[item.number]
+                old = self.windows[item.number], self.early.get(item.number, ())
                 self.take_out(item)
                 if not self.place(item):
-                    self.windows[item.number] = old
+                    self.windows[item.number], self.early[item.number] = old
                     self._count(item, 1)
             self.double_where_there_is_room(range(len(self.load)))
             after = self.seconds()
-            if after >= before * (1 - 1e-6):
+            if before - after <= _WORTH_IT * abs(before):  # rounding may make nothing a little less than nothing
                 return
             before = after
 
@@ -244,19 +270,20 @@ class Search:
     def _lists(self) -> list[list[Any]]:
         return [self.load, self.streamed_s, self.copies_s, self.alongside_s, self.away, self.two]
 
-    def _saved(self) -> tuple[list[list[Any]], dict[int, tuple[Window, ...]]]:
-        return [list(each) for each in self._lists()], dict(self.windows)
+    def _saved(self) -> _Saved:
+        return [list(each) for each in self._lists()], dict(self.windows), dict(self.early)
 
-    def _restore(self, saved: tuple[list[list[Any]], dict[int, tuple[Window, ...]]]) -> None:
+    def _restore(self, saved: _Saved) -> None:
         for mine, old in zip(self._lists(), saved[0], strict=True):
             mine[:] = old
-        self.windows = saved[1]
+        _, self.windows, self.early = saved
 
     def placement(self) -> Placement:
         """Return what was found."""
         return Placement(
             needs=self.needs,
             windows={number: windows for number, windows in self.windows.items() if windows},
+            early={number: early for number, early in self.early.items() if early},
             doubled=frozenset(stage for stage, two in enumerate(self.two) if two),
         )
 
@@ -266,7 +293,10 @@ NEWER, SAME, HOME = range(3)
 
 _Step = tuple[float, int, int, int]
 # The least cost of a state, the state before it, and where a window ended and another began between the two (-1: none
-# did).
+# did). Where the Value stayed, but is the same as its home now, it was stored where a window would have ended.
+
+_At = tuple[float, int]
+# The cost of a copy, and its stage.
 
 
 class _Path:
@@ -277,7 +307,8 @@ class _Path:
         self.spare = [search.cap_bytes - load - item.nbytes for load in search.load]
         self.rent_s = search.price_s * item.nbytes
 
-    def best(self) -> tuple[Window, ...] | None:
+    def best(self) -> tuple[tuple[Window, ...], tuple[int, ...]] | None:
+        """Return the best windows and early stores; None where there is no room for any."""
         visits = self.item.visits
         costs = self._first(visits[0])
         trail: list[list[_Step]] = []
@@ -307,15 +338,12 @@ class _Path:
                 room -= search.piece_bytes[stream] * (1 + search.two[stage])
         if room < 0:
             return here, _NOT_YET
-        if not search.two[stage]:
-            return here, visit.streamed_s
-        hidden = search._hidden_s(stage)
-        return here, search._excess_s(stage, hidden + visit.streamed_s) - search._excess_s(stage, hidden)
+        return here, search.added_s(stage, visit.streamed_s) if search.two[stage] else visit.streamed_s
 
     def _gap(self, costs: list[float], before: Visit, visit: Visit) -> list[_Step]:
         newer, same, home = costs
         a, c = before.stage, visit.stage
-        kept_s, store, fetch = self._between(a, c)
+        kept_s, store, fetch, early = self._between(a, c)
         here_s, home_s = self._use(visit)
         leave_s, leave_at = store
         come_s, come_at = fetch
@@ -330,44 +358,49 @@ class _Path:
                 (newer + leave_s + self.item.fetch_s, NEWER, leave_at, c),
             ]
         best_same = min(stays[1], min(comes))
+        stored: _Step = (newer + kept_s + early[0], NEWER, early[1], -1)
         at_home = min((newer + leave_s, NEWER, leave_at, -1), (same, SAME, a, -1), (home, HOME, -1, -1))
         if visit.changes:
             best_newer: _Step = min(stays[0], best_same)
             best_same = (_NOT_YET, SAME, -1, -1)
         else:
             best_newer = stays[0]
+            best_same = min(best_same, stored)
         return [
             (best_newer[0] + here_s, *best_newer[1:]),
             (best_same[0] + here_s, *best_same[1:]),
             (at_home[0] + home_s, *at_home[1:]),
         ]
 
-    def _between(self, a: int, c: int) -> tuple[float, tuple[float, int], tuple[float, int]]:
-        """Return the costs of staying through a gap, of a store and where it ends, of a fetch and where it begins."""
-        spare, rent, search, item = self.spare, self.rent_s, self.search, self.item
-        leave, come = (item.store_s, a), (item.fetch_s, c)
+    def _between(self, a: int, c: int) -> tuple[float, _At, _At, _At]:
+        """Return the costs of staying through a gap, of a store to leave with, of a fetch, and of a store to stay with.
+
+        The latter three have the stage of the copy as well.
+        """
+        spare, rent, added_s, item = self.spare, self.rent_s, self.search.added_s, self.item
+        leave, come, early = (item.store_s, a), (item.fetch_s, c), (item.store_s, a)
         if c == a + 1:
-            return 0.0, leave, come
+            return 0.0, leave, come, early
         rent_s = 0.0
         stage = a + 1
         while stage < c and spare[stage] >= 0:
             rent_s += rent
-            hidden = search._hidden_s(stage)
-            cost = search._excess_s(stage, hidden + item.store_s) - search._excess_s(stage, hidden) + rent_s
-            if cost < leave[0]:
-                leave = (cost, stage)
+            cost = added_s(stage, item.store_s)
+            if cost < early[0]:
+                early = (cost, stage)
+            if cost + rent_s < leave[0]:
+                leave = (cost + rent_s, stage)
             stage += 1
         kept_s = rent_s if stage == c else _NOT_YET
         rent_s = 0.0
         stage = c - 1
         while stage > a and spare[stage] >= 0:
             rent_s += rent
-            hidden = search._hidden_s(stage)
-            cost = search._excess_s(stage, hidden + item.fetch_s) - search._excess_s(stage, hidden) + rent_s
+            cost = added_s(stage, item.fetch_s) + rent_s
             if cost < come[0]:
                 come = (cost, stage)
             stage -= 1
-        return kept_s, leave, come
+        return kept_s, leave, come, early
 
     def _end(self, costs: list[float]) -> list[_Step]:
         newer, same, home = costs
@@ -375,13 +408,14 @@ class _Path:
         if not self.item.keep:
             return [(newer, NEWER, last, -1), (same, SAME, last, -1), (home, HOME, -1, -1)]
         num = len(self.spare)
-        kept_s, (leave_s, leave_at), _ = self._between(last, num)
+        kept_s, (leave_s, leave_at), _, _ = self._between(last, num)
         stay, go = (newer + kept_s, NEWER, num, -1), (newer + leave_s, NEWER, leave_at, -1)
         return [min(stay, go), (same, SAME, last, -1), (home, HOME, -1, -1)]
 
-    def _windows(self, trail: list[list[_Step]], state: int, end: int) -> tuple[Window, ...]:
-        """Follow the path back and return its windows."""
+    def _windows(self, trail: list[list[_Step]], state: int, end: int) -> tuple[tuple[Window, ...], tuple[int, ...]]:
+        """Follow the path back and return its windows and early stores."""
         found: list[Window] = []
+        early: list[int] = []
         last = end
         for steps in reversed(trail):
             _, before, left_at, came_at = steps[state]
@@ -389,7 +423,9 @@ class _Path:
                 found.append(Window(came_at, last))
             if (state == HOME and left_at >= 0) or (came_at >= 0 and before != HOME):
                 last = left_at
+            elif left_at >= 0:
+                early.append(left_at)
             state = before
         if state != HOME:
             found.append(Window(self.item.visits[0].stage, last))
-        return tuple(reversed(found))
+        return tuple(reversed(found)), tuple(reversed(early))

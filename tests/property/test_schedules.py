@@ -298,7 +298,10 @@ def test_every_value_is_there_for_its_stages_and_nothing_is_left_but_what_is_kep
     left = {name for name, places in seen.where.items() if places}
     assert left == {name for name in used if plan.values[name].keep}
     assert set(seen.where) == used
-    assert seen.ran == [stage.name for stage in plan.ordered()]
+    assert seen.ran == [stage.name for stage in schedule.stages]
+    place = {name: index for index, name in enumerate(seen.ran)}
+    assert place.keys() == plan.stages.keys()
+    assert all(place[before] < place[after] for before, after in plan.graph().edges)
 
 
 @given(data=st.data(), plan=random_plans())

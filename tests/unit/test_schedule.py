@@ -75,6 +75,12 @@ def plan_of(values: list[Value], *stages: Stage) -> Plan:
     return plan
 
 
+def in_its_order(plan: Plan) -> Plan:
+    """Return the plan as a builder's, which runs in no order but its own."""
+    plan.choices = {"chunk_tokens": 64}
+    return plan
+
+
 def budget(device: int, host: int = UNLIMITED_BYTES, disk: int = UNLIMITED_BYTES) -> Budget:
     return Budget(device_bytes=device, host_bytes=host, disk_bytes=disk)
 
@@ -84,8 +90,8 @@ def moves(schedule: Schedule) -> list[tuple[str, Tier, Tier]]:
 
 
 def chain() -> Plan:
-    """Three Values of ten bytes, written in turn and read in the order c, a, b."""
-    return plan_of(
+    """Three Values of ten bytes, written in turn and read in the order c, a, b; a builder's, which keeps its order."""
+    plan = plan_of(
         [value("a"), value("b"), value("c")],
         stage("wa", writes=("a",)),
         stage("wb", writes=("b",)),
@@ -94,6 +100,7 @@ def chain() -> Plan:
         stage("ra", reads=("a",)),
         stage("rb", reads=("b",)),
     )
+    return in_its_order(plan)
 
 
 def test_where_everything_fits_nothing_moves_and_everything_is_dropped_after_its_last_use() -> None:
@@ -116,6 +123,14 @@ def test_where_everything_fits_nothing_moves_and_everything_is_dropped_after_its
 
 def test_what_is_used_last_leaves_first_and_comes_back_for_its_stage() -> None:
     assert moves(make_schedule(chain(), budget(20), SECONDS)) == [("b", DEVICE, HOST), ("b", HOST, DEVICE)]
+
+
+def test_a_plan_of_a_persons_own_runs_in_an_order_in_which_nothing_leaves() -> None:
+    plan = chain()
+    plan.choices = {}
+    schedule = make_schedule(plan, budget(10), SECONDS)
+    assert moves(schedule) == []
+    assert sorted(stage.name for stage in schedule.stages) == ["ra", "rb", "rc", "wa", "wb", "wc"]
 
 
 def test_what_leaves_goes_to_the_host_while_it_has_room_and_then_to_disk() -> None:
@@ -169,8 +184,33 @@ def test_the_floor_counts_what_is_pinned_while_it_lives_and_not_what_can_leave()
         stage("after", workspace_bytes=107),
         stage("read", reads=("free",)),
     )
-    nbytes, binding = device_floor(plan)
+    nbytes, binding = device_floor(in_its_order(plan))
     assert (nbytes, binding.name) == (111, "second")
+
+
+def test_the_floor_of_a_persons_own_plan_is_that_of_its_leanest_order() -> None:
+    plan = plan_of(
+        [value("pin", nbytes=10, tiers=(DEVICE,)), value("other", nbytes=1)],
+        stage("write", writes=("pin",)),
+        stage("big", writes=("other",), workspace_bytes=100),
+        stage("read", reads=("pin",)),
+    )
+    assert device_floor(plan)[0] == 101
+    assert device_floor(in_its_order(plan))[0] == 111
+
+
+def test_a_stage_without_values_has_on_either_side_what_it_has_in_the_plan() -> None:
+    plan = plan_of(
+        [value("a"), value("b")],
+        stage("wa", writes=("a",)),
+        stage("wb", writes=("b",)),
+        stage("log"),
+        stage("rb", reads=("b",)),
+        stage("ra", reads=("a",)),
+    )
+    order = [each.name for each in make_schedule(plan, budget(10), SECONDS).stages]
+    assert set(order[:2]) == {"wa", "wb"}
+    assert order[2] == "log"
 
 
 def test_a_refusal_names_the_stage_its_bytes_and_the_budget() -> None:
@@ -197,6 +237,7 @@ def test_the_virtual_clock_adds_up_stages_and_transfers() -> None:
         stage("ra", reads=("a",)),
         stage("rb", reads=("b",)),
     )
+    in_its_order(plan)
     machine = SimulatedMachine(plan, SECONDS)
     drive(plan, make_schedule(plan, budget(10), SECONDS), budget(10), machine)
     assert machine.stage_s == {"wa": 3.0, "wb": 3.0, "ra": 0.0, "rb": 0.0}

@@ -41,6 +41,7 @@ def spilling() -> Plan:
         )
     )  # fmt: skip
     plan.add(Stage(name="step0/read", kind="read", run=nothing, reads=("v",), cost=cost))
+    plan.choices = {"chunk_tokens": 64}  # a builder's plan runs in its own order
     return plan
 
 
