@@ -24,6 +24,9 @@ a scratch buffer of one chunk.
 Life cycle: ``create``; ``declare`` an array, write and read its chunks, ``sync`` it where that is asked for, ``remove``
 it. The journal keeps what ``checksums`` says. After a crash ``open`` is told the checksums that were committed and
 deletes every other chunk. Threads may write and read different chunks at once. One process per store.
+
+A run that is resumed begins again with a new store. ``open`` is for a resume inside the step, and
+`engine.chunkfile.verify_chunks` for a check of a run's checksums; no command does either yet.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ from engine.arrays import (
     write_metadata,
 )
 from engine.atomic import PARTIAL_SUFFIX, sync_directory
-from engine.chunkfile import Array, read_file, sync_files, verify_chunks, write_file
+from engine.chunkfile import Array, read_file, sync_files, write_file
 from engine.errors import RunDirectoryError, UsageError
 from engine.full_disk import full_disk_explained
 from engine.units import KIB
@@ -129,11 +132,6 @@ class Store:
         """The most that ``nbytes`` has been since the store was created or opened."""
         return self._peak_bytes
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the arrays, in the order they were declared."""
-        return tuple(self._specs)
-
     def spec(self, name: str) -> ArraySpec:
         """Return what array ``name`` is.
 
@@ -149,10 +147,6 @@ class Store:
         self.spec(name)
         with self._lock:
             return dict(self._checksums[name])
-
-    def has_chunk(self, name: str, index: Index) -> bool:
-        """Return whether chunk ``index`` of ``name`` has been written and not removed."""
-        return self.spec(name).chunk_key(index) in self._checksums[name]
 
     def declare(
         self,
@@ -195,7 +189,7 @@ class Store:
         key = spec.chunk_key(index)
         known = key in self._checksums[name]
         if known and not replace:
-            raise UsageError(f"chunk {index} of array {name!r} is written already; remove it first, or replace it")
+            raise UsageError(f"chunk {index} of array {name!r} is written already; remove the array, or replace it")
         if not known:
             self._add_bytes(spec.chunk_bytes)
         try:
@@ -245,21 +239,6 @@ class Store:
         if not whole:
             target[...] = data[_inside(spec, index)]
 
-    def remove_chunk(self, name: str, index: Index) -> None:
-        """Delete chunk ``index`` of ``name``.
-
-        Raises:
-            UsageError: there is no such chunk.
-        """
-        spec = self.spec(name)
-        spec.extent(index)
-        key = spec.chunk_key(index)
-        with self._lock:
-            if self._checksums[name].pop(key, None) is None:
-                raise UsageError(f"can't remove chunk {index} of array {name!r}: it was never written")
-        (self._root / key).unlink(missing_ok=True)
-        self._add_bytes(-spec.chunk_bytes)
-
     def remove(self, name: str) -> None:
         """Delete array ``name`` with its chunks. Groups in its name stay.
 
@@ -278,10 +257,6 @@ class Store:
                 os.unlink(f"{self._root}/{key}")
         shutil.rmtree(path)
         self._add_bytes(-spec.chunk_bytes * len(chunks))
-
-    def verify(self, checksums: Mapping[str, int]) -> list[str]:
-        """Return one sentence for each chunk of ``checksums`` that is missing or damaged; see ``verify_chunks``."""
-        return verify_chunks(self._root, checksums)
 
     def _check_name_is_free(self, name: str) -> None:
         for other in (*_outer_names(name), name):
