@@ -9,26 +9,24 @@ all choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from engine.budget import Tier
 from engine.context import StageContext
-from engine.plan import ActualSizes, Choices, Cost, Plan, Stage, Stream, Tap, Value, ValueKind
+from engine.plan import ActualSizes, Choices, Plan, Stage, Tap, Value, ValueKind
 from engine.tensors import dtype_name
 from models.dense import HEAD_GRADIENT
 from models.float64 import accumulation_dtype
 from models.geometry import state_layout
-from stages import checkpoint, names, shard_files
+from stages import names, shard_files
 from stages.build_step import StepBuilder
 from stages.files import file_value
 from stages.lower import Lowering
+from stages.model_parts import CutModel, ModelParts, WholeModel
 from stages.optimizer import load_stages, save_stage
-from stages.spans import flat_value
 from stages.step_record import ROLLOUTS_FOLDER
 
 if TYPE_CHECKING:
@@ -62,10 +60,15 @@ class RunBuilder:
             shard: replace(optimizer, parameters=parameters, shard=shard)
             for shard, parameters in self.cut.shards.items()
         }
+        make_model = WholeModel if self.cut.is_whole else CutModel
+        self.model: ModelParts = make_model(
+            policy=self.policy, seed=self.settings.seed, shards=self.shards, estimator=space.estimator
+        )
 
     def build(self) -> Plan:
         """Return the plan."""
-        self._add_weights()
+        for value, stage in self.model.load():
+            self._add(value, stage)
         if self.settings.update_weights:
             self._add_optimizer()
         for step in self.steps:
@@ -74,17 +77,22 @@ class RunBuilder:
         if self.space.samples:
             self.plan.hooks["actual"] = self.actual_sizes
             self.plan.kept_folders = (ROLLOUTS_FOLDER,)
-        first = names.update_prefix(0, 0, self.settings.epochs_per_step)
-        self.plan.taps["gradients"] = Tap(after=f"merge {first.rstrip('/')}", run=self._gradients_writer(first))
+        self.plan.taps["gradients"] = self._gradients_tap()
         return self.plan
 
-    def _gradients_writer(self, update: str) -> Callable[[StageContext, str], None]:
-        """Return what writes the gradients of an update to a path."""
-        gradients = names.gradients(update)
-        shards = [(names.gradients(update, shard), state) for shard, state in self.shards.items()]
-        if not self.cut.is_whole:
-            return lambda context, path: shard_files.save_gradients(context, path, shards)
-        return lambda context, path: checkpoint.save_gradients(context, path, gradients)
+    def _gradients_tap(self) -> Tap:
+        """Return what writes the gradients of the first update."""
+        update = names.update_prefix(0, 0, self.settings.epochs_per_step)
+        gradients = {names.gradients(update, shard): state for shard, state in self.shards.items()}
+
+        def write(context: StageContext, path: str) -> None:
+            shard_files.save_gradients(context, path, gradients)
+
+        return Tap(after=f"merge {update.rstrip('/')}", run=write)
+
+    def _add(self, value: Value, stage: Stage) -> None:
+        self.plan.value(value)
+        self.plan.add(stage)
 
     def _add_optimizer(self) -> None:
         """Declare the optimizer's state, and hold its source, if any, against the weights."""
@@ -160,67 +168,6 @@ class RunBuilder:
         known = [entry for step in self.space.advantages for entry in step if entry is not None]
         return [note for entry in known for note in entry.notes]
 
-    def _add_shards(self) -> None:
-        """Add the model's skeleton and the weights of its shards, each loaded by a stage of its own."""
-        policy, dtype, seed = self.policy, self.settings.dtype, self.settings.seed
-        config = {"policy": policy.fingerprint, "dtype": dtype_name(dtype), "seed": seed}
-        buffers = self.space.estimator.buffers()
-        self.plan.value(
-            Value(name=names.WEIGHTS, tensors=buffers, kind=ValueKind.ORDERED, tiers=(Tier.DEVICE,), provided=True)
-        )
-        self.plan.add(
-            Stage(
-                name="load",
-                kind="load",
-                run=lambda context: checkpoint.load_skeleton(context, policy, dtype),
-                config=config,
-                writes=(names.WEIGHTS,),
-                workspace_bytes=self.space.estimator.skeleton_workspace_bytes,
-            )
-        )
-        for shard, state in self.shards.items():
-            name = names.shard_weights(shard)
-            value = self.plan.value(flat_value(name, state, dtype_name(dtype), ValueKind.ORDERED))
-            largest = max(spec.num_elements for spec in state.parameters.values())
-            self.plan.add(
-                Stage(
-                    name=f"load {shard}",
-                    kind="load",
-                    run=partial(checkpoint.load_shard, policy=policy, seed=seed, shard=shard, state=state),
-                    config={**config, "shard": shard},
-                    reads=(names.WEIGHTS,),
-                    writes=(name,),
-                    workspace_bytes=largest * max(dtype.itemsize, policy.default_dtype().itemsize),
-                    cost=_load_cost(value.nbytes, drawn=policy.location is None),
-                )
-            )
-
-    def _add_weights(self) -> None:
-        if not self.cut.is_whole:
-            self._add_shards()
-            return
-        policy, dtype, seed = self.policy, self.settings.dtype, self.settings.seed
-        weights = self.plan.value(
-            Value(
-                name=names.WEIGHTS,
-                tensors={**self.parameters, **self.space.estimator.buffers()},
-                kind=ValueKind.ORDERED,
-                tiers=(Tier.DEVICE,),
-                provided=True,
-            )
-        )
-        self.plan.add(
-            Stage(
-                name="load",
-                kind="load",
-                run=lambda context: checkpoint.load(context, policy, dtype, seed),
-                config={"policy": policy.fingerprint, "dtype": dtype_name(dtype), "seed": seed},
-                writes=(names.WEIGHTS,),
-                workspace_bytes=self.space.load_workspace_bytes,
-                cost=_load_cost(weights.nbytes, drawn=policy.location is None),
-            )
-        )
-
     def _add_checkpoints(self, step: int) -> None:
         """Add what a step leaves: the last one always a checkpoint, others where the settings ask for it."""
         last = step == len(self.space.steps) - 1
@@ -228,7 +175,7 @@ class RunBuilder:
         if not self.settings.update_weights or not (last or (every is not None and (step + 1) % every == 0)):
             return
         suffix = "" if last else f"-{step + 1}"
-        self._add_checkpoint(f"{names.CHECKPOINT}{suffix}")
+        self._add(*self.model.checkpoint(f"{names.CHECKPOINT}{suffix}", self._checkpoint_dtype, self.space.tokenizer))
         if self.settings.save_optimizer:
             self._add_saved_optimizer(f"{names.OPTIMIZER}{suffix}", step)
 
@@ -245,50 +192,4 @@ class RunBuilder:
             updates=(step + 1) * self.settings.epochs_per_step,
             checkpoint_dtype=self._checkpoint_dtype,
         )
-        self.plan.value(value)
-        self.plan.add(stage)
-
-    def _add_checkpoint(self, name: str) -> None:
-        tokenizer, dtype = self.space.tokenizer, self._checkpoint_dtype
-        nbytes = checkpoint.checkpoint_bytes(self.parameters, self.policy, dtype.itemsize)
-        streams: tuple[Stream, ...] = ()
-        shards, is_whole = self.shards, self.cut.is_whole
-        if not is_whole:
-            copied = max(state.piece_elements for state in shards.values()) * dtype.itemsize
-            nbytes += len(self.parameters) * shard_files.INDEX_BYTES_A_TENSOR
-            streams = (Stream(values=tuple(map(names.shard_weights, shards))),)
-        else:
-            copied = sum(spec.num_elements for spec in self.parameters.values()) * dtype.itemsize
-
-        def run(context: StageContext) -> None:
-            if not is_whole:
-                shard_files.save_checkpoint(context, tokenizer, dtype, name, shards)
-            else:
-                checkpoint.save(context, tokenizer, dtype, name)
-
-        self.plan.value(file_value(name, nbytes))
-        self.plan.add(
-            Stage(
-                name=name,
-                kind="checkpoint",
-                run=run,
-                config={"dtype": dtype_name(dtype)},
-                reads=(names.WEIGHTS,),
-                writes=(name,),
-                streams=streams,
-                workspace_bytes=0 if dtype is self.settings.dtype else copied,
-                cost=Cost(written_bytes=float(nbytes), num_kernels=_CHECKPOINT_OPERATORS),
-                durable=True,
-            )
-        )
-
-
-_CHECKPOINT_OPERATORS = 450
-# What a checkpoint takes beside its bytes, in operators: transformers writes its configurations, copied and compared.
-_DRAW_PASSES = 40
-# Drawing a random number takes as long as reading or writing so many (14 ns, measured on one core).
-
-
-def _load_cost(nbytes: int, *, drawn: bool) -> Cost:
-    """Return the cost of bringing weights of ``nbytes`` to the device: drawn, or read from a file."""
-    return Cost(moved_bytes=float(_DRAW_PASSES * nbytes)) if drawn else Cost(read_bytes=float(nbytes))
+        self._add(value, stage)

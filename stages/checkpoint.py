@@ -1,8 +1,8 @@
-"""Weights in, weights out: the load stage, the checkpoint stage, and gradients on request.
+"""Weights in, weights out: what the load stages and the checkpoint stage of a whole model do.
 
 A checkpoint is a Hugging Face directory that ``from_pretrained`` and inference servers load: configuration,
 tokenizer, generation settings and safetensors in the dtype of the policy that came in. It appears complete or not at
-all. Gradients are written in the accumulators' dtype under the names of ``named_parameters()``.
+all.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.numpy import save_file
 
-from engine.atomic import atomic_directory, atomic_file
+from engine.atomic import atomic_directory
 from engine.context import StageContext
 from engine.full_disk import full_disk_explained
 from engine.plan import TensorSpec
@@ -94,11 +93,3 @@ def checkpoint_bytes(parameters: Mapping[str, TensorSpec], policy: PolicySource,
         kept = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
         extra = sum(path.stat().st_size for name in kept if (path := Path(policy.location) / name).is_file())
     return weights + extra + len(policy.config.to_json_string()) + _FIXED_BYTES
-
-
-def save_gradients(context: StageContext, path: str, gradients: str) -> None:
-    """Write the merged gradients (the Value ``gradients``) to a safetensors file; it appears complete or not at all."""
-    target, tensors = Path(path).absolute(), context.tensors(gradients)
-    needed_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    with full_disk_explained(target.parent, needed_bytes, f"the gradients {path}"), atomic_file(target) as partial:
-        save_file({name: tensor.numpy() for name, tensor in tensors.items()}, partial)

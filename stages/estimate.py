@@ -52,8 +52,9 @@ class Estimator:
         """Return the sizes of what the model keeps beside its parameters."""
         return {name: _spec(tensor) for name, tensor in self._model.hf.named_buffers()}
 
+    @cached_property
     def load_workspace_bytes(self) -> int:
-        """Return the device bytes that loading needs beyond the weights: building or converting, then the check."""
+        """Device bytes that loading needs beyond the weights: building or converting, then the check."""
         largest = max(spec.nbytes for spec in self.parameters().values())
         meter = LiveBytes()
         with meter:
@@ -71,7 +72,7 @@ class Estimator:
         """Device bytes that loading a model without its weights needs: one layer is, to check the architecture."""
         small = Estimator(self._policy.small(), self._dtype)
         held = [*small.parameters().values(), *small.buffers().values()]
-        return sum(spec.nbytes for spec in held) + small.load_workspace_bytes()
+        return sum(spec.nbytes for spec in held) + small.load_workspace_bytes
 
     def _refusal(self, error: Exception) -> UnsupportedModelError:
         kind = self._model.hf.config.model_type

@@ -1,4 +1,4 @@
-"""What is written where a model is in shards: its checkpoint, and its gradients on request.
+"""What is written shard by shard: the checkpoint of a cut model, and any model's gradients on request.
 
 A safetensors file for every shard, written a piece at a time, with an index beside them, is a checkpoint that
 ``from_pretrained`` loads. The format (8 bytes of little-endian header length, a JSON header, the data) is that of
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def save_checkpoint(
         files: dict[str, str] = {}
         for number, (shard, state) in enumerate(shards.items(), start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            _write(context, directory / file, [(names.shard_weights(shard), state)], dtype)
+            _write(context, directory / file, {names.shard_weights(shard): state}, dtype)
             files |= dict.fromkeys(state.parameters, file)
         total = sum(state.num_elements for state in shards.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -57,27 +57,28 @@ def _save_configuration(hf: Any, dtype: torch.dtype, directory: Path) -> None:
         hf.generation_config.save_pretrained(directory)
 
 
-def save_gradients(context: StageContext, path: str, shards: Sequence[tuple[str, OptimizerState]]) -> None:
-    """Write merged gradients, Values with their layouts, to a safetensors file; it appears complete or not at all."""
-    target, dtype = Path(path).absolute(), shards[0][1].wide
-    needed_bytes = sum(state.num_elements for _, state in shards) * dtype.itemsize
+def save_gradients(context: StageContext, path: str, gradients: Mapping[str, OptimizerState]) -> None:
+    """Write merged gradients, Values with their shards, to a safetensors file; it appears complete or not at all.
+
+    They are in the accumulators' dtype, under the names of ``named_parameters()``.
+    """
+    target, dtype = Path(path).absolute(), next(iter(gradients.values())).wide
+    needed_bytes = sum(state.num_elements for state in gradients.values()) * dtype.itemsize
     with full_disk_explained(target.parent, needed_bytes, f"the gradients {path}"), atomic_file(target) as partial:
-        _write(context, Path(partial), shards, dtype)
+        _write(context, Path(partial), gradients, dtype)
 
 
-def _write(context: StageContext, path: Path, shards: Sequence[tuple[str, OptimizerState]], dtype: torch.dtype) -> None:
-    """Write flat Values to a safetensors file in ``dtype``, converted a piece at a time."""
+def _write(context: StageContext, path: Path, values: Mapping[str, OptimizerState], dtype: torch.dtype) -> None:
+    """Write weights or gradients of shards to a safetensors file in ``dtype``, converted a part at a time."""
     with open(path, "wb") as file:
-        file.write(_header([state for _, state in shards], dtype_name(dtype)))
-        for value, state in shards:
-            for number, parts in enumerate(state.pieces):
-                piece = context.piece(value, number).to(dtype)
-                for part in parts:
-                    file.write(as_bytes(part.of_piece(piece).view(torch.uint8).numpy()))
-                del piece
+        file.write(_header(values.values(), dtype_name(dtype)))
+        for value, state in values.items():
+            for piece in state.numbers(context, value):
+                for tensor in piece:
+                    file.write(as_bytes(tensor.to(dtype).view(torch.uint8).numpy()))
 
 
-def _header(states: Sequence[OptimizerState], dtype: str) -> bytes:
+def _header(states: Iterable[OptimizerState], dtype: str) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for state in states:

@@ -107,10 +107,6 @@ class GrpoSpace:
         return digest([[group_data(group) for group in groups] for groups in self.steps])
 
     @cached_property
-    def load_workspace_bytes(self) -> int:
-        return self.estimator.load_workspace_bytes()
-
-    @cached_property
     def why_whole(self) -> str | None:
         """Why the model can't run by layer spans; None if it can."""
         if self.samples:
@@ -434,7 +430,7 @@ class GrpoSpace:
             period = math.lcm(chunk_tokens, self.settings.page_tokens)
             steps = [tuple(_shortened(group, period) for group in self.steps[step]) for step in self._unlike_steps]
             short = replace(self, steps=tuple(steps))
-            known = {"estimator": self.estimator, "load_workspace_bytes": self.load_workspace_bytes}
+            known: dict[str, Any] = {"estimator": self.estimator}
             known["lookups"] = [self.lookups[step] for step in self._unlike_steps]
             known["has_few_lookups"] = self.has_few_lookups
             short.__dict__ |= known

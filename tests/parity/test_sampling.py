@@ -115,7 +115,7 @@ class Rollouts:
             tensors = [*model.hf.parameters(), *model.hf.buffers()]
             context.provide(names.WEIGHTS, tensors=(tensor.detach() for tensor in tensors), item=model)
 
-        workspace = estimator.load_workspace_bytes()
+        workspace = estimator.load_workspace_bytes
         plan.add(Stage(name="load", kind="load", run=load, writes=(names.WEIGHTS,), workspace_bytes=workspace))
 
     def _add_prefill(self, plan: Plan, estimator: Estimator, columns: Sequence[Column]) -> None:
