@@ -29,7 +29,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar, cast, overload
 
 from engine.budget import Tier
-from engine.errors import EngineError, PlanError
+from engine.errors import EngineError, PlanError, one_line
 from engine.origin import at, caller_origin
 from engine.own_stage import OwnStage, replace_values, values_in
 from engine.parts import Cost, Stage, TensorSpec, Value, ValueKind
@@ -322,7 +322,7 @@ class _Call:
             raise self._error(f"has no {what}: {error}") from error
         except Exception as error:
             raise self._error(
-                f"has no {what}: its function failed with {type(error).__name__}: {error}; "
+                f"has no {what}: its function failed with {one_line(error)}; "
                 f"it gets {', '.join(sizes) or 'no arguments'}"
             ) from error
 

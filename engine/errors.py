@@ -18,6 +18,12 @@ class EngineError(Exception):
     exit_code = 5
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error that is not one of ours as the part of a message: its kind, and what it says, on one line."""
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class UsageError(EngineError, ValueError):
     """A wrong argument, option or input file: nothing was started and nothing was written."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError, PlanError, UsageError
+from engine.errors import EngineError, PlanError, UsageError, one_line
 from engine.origin import at, error_origin
 from engine.plan import Plan
 
@@ -51,7 +51,7 @@ class PlanFile:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call itself
                 raise UsageError(f"{self.path}: {self.build.__name__}() can't be called: {error}") from error
             line = _line_in(self.path, error)
-            raise UsageError(f"plan {self.path} failed: {type(error).__name__}: {error}{line}") from error
+            raise UsageError(f"plan {self.path} failed: {one_line(error)}{line}") from error
         if not isinstance(plan, Plan):
             raise UsageError(f"{self.path}: {self.build.__name__}() returned {type(plan).__name__}, not a Plan")
         return plan
@@ -156,7 +156,7 @@ def _import(path: Path) -> types.ModuleType:
         raise
     except (Exception, SystemExit) as error:
         line = _line_in(path, error)
-        raise UsageError(f"plan {path} can't be imported: {type(error).__name__}: {error}{line}") from error
+        raise UsageError(f"plan {path} can't be imported: {one_line(error)}{line}") from error
     return module
 
 

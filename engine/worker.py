@@ -25,7 +25,7 @@ import torch
 
 from engine.budget import Tier
 from engine.context import StageContext
-from engine.errors import EngineError, RunDirectoryError, StageFailedError, UnsupportedModelError
+from engine.errors import EngineError, RunDirectoryError, StageFailedError, UnsupportedModelError, one_line
 from engine.full_disk import what_to_do
 from engine.memory import LiveBytes
 from engine.origin import at, error_origin
@@ -148,8 +148,7 @@ class TorchMachine:
             raise
         except BaseException as error:  # also what asyncio and others raise outside of Exception
             where = at(error_origin(error) or stage.origin)
-            said = f"{type(error).__name__}: {error}{what_to_do(error)}"
-            raise StageFailedError(f"stage {stage.name} failed: {said}{where}") from error
+            raise StageFailedError(f"stage {stage.name} failed: {one_line(error)}{what_to_do(error)}{where}") from error
 
     def drop(self, value: Value, tier: Tier) -> None:
         if value.name not in self._homes:

@@ -11,6 +11,7 @@ import random
 from transformers import AutoConfig
 
 from engine import Plan
+from engine.errors import UsageError
 from stages import DEFAULT_PAGE_TOKENS, find_policy, grpo_step, parse_dtype, parse_group, step_settings
 
 VOCABULARY = 211
@@ -37,6 +38,9 @@ def tiny_dense(
     state_tier: str = "auto",
 ) -> Plan:
     """One step of a model of ``family`` (llama, mistral, qwen2, qwen3) with hidden size 64."""
+    for name, number in (("layers", layers), ("response_tokens", response_tokens)):
+        if number < 1:
+            raise UsageError(f"{name}={number} must be at least 1")
     config = AutoConfig.for_model(
         family,
         vocab_size=VOCABULARY,

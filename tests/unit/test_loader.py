@@ -257,6 +257,12 @@ def test_a_file_of_that_name_wins(write: WriteFile, tmp_path: Path, monkeypatch:
     assert find_plan("tiny_dense.py").plan({}).name == "own"
 
 
+@pytest.mark.parametrize("name", ["layers", "response_tokens"])
+def test_a_tiny_model_of_nothing_is_refused_with_the_setting_to_blame(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}=0 must be at least 1"):
+        find_plan("tiny_dense").plan({name: "0"})
+
+
 @pytest.mark.parametrize("name", ["nothing", "no/such.py", "../plans/tiny_dense", ""])
 def test_an_unknown_plan_is_refused_with_the_shipped_ones(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -236,6 +236,15 @@ def test_a_stage_that_raises_stops_the_run_with_its_name_and_the_reason(tmp_path
     assert commits(tmp_path / "run") == ["before"]
 
 
+def test_what_a_stage_says_over_several_lines_is_told_on_one(tmp_path: Path) -> None:
+    def fail_at_length(context: StageContext) -> None:
+        raise ValueError("first\n\n  second\n")
+
+    with pytest.raises(StageFailedError, match=r"^stage work failed: ValueError: first second \(test_worker") as raised:
+        run(work_plan(fail_at_length), tmp_path / "run")
+    assert len(str(raised.value).splitlines()) == 1
+
+
 def test_a_stage_that_raises_leaves_its_intent_and_no_result(tmp_path: Path) -> None:
     with pytest.raises(StageFailedError):
         run(work_plan(fail), tmp_path / "run")
