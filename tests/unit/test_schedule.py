@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -256,6 +257,30 @@ def test_a_stream_costs_one_pass_where_it_is_read_two_where_it_is_updated_none_o
     assert times["device"] == {"u": 0.0, "r": 0.0}
     assert times["host"] == {"u": 2.0, "r": 1.0}
     assert times["disk"] == {"u": 6.0, "r": 3.0}
+
+
+def test_a_home_on_the_disk_is_paid_once_for_each_of_its_arrays_however_often_its_value_goes_there() -> None:
+    specs = {name: TensorSpec(shape=(5,), dtype="uint8") for name in ("left", "right")}
+    plan = plan_of(
+        [Value(name="a", tensors=specs, kind=ValueKind.ACCUMULATOR), value("b")],
+        stage("wa", updates=("a",)),
+        *(stage(f"between{n}", workspace_bytes=10) if n % 2 else stage(f"u{n}", updates=("a",)) for n in range(1, 6)),
+        stage("wb", writes=("b",)),
+        stage("ra", reads=("a",)),
+        stage("rb", reads=("b",)),
+    )
+    in_its_order(plan)
+    seconds = {}
+    for array_s in (0.0, 0.5):
+        profile, little = replace(SECONDS, array_s=array_s), budget(10, host=10)
+        schedule = make_schedule(plan, little, profile)
+        machine = SimulatedMachine(plan, profile)
+        drive(plan, schedule, little, machine)
+        assert machine.clock_s == pytest.approx(schedule.seconds, rel=1e-12)
+        assert machine.clock_s == machine.compute_s + machine.waited_s
+        seconds[array_s] = machine.clock_s
+    assert sum(target is DISK for _, _, target in moves(schedule)) > 3
+    assert seconds[0.5] - seconds[0.0] == 0.5 * (2 + 1)
 
 
 def test_a_schedule_over_a_smaller_budget_is_stopped_before_the_instruction_that_would_pass_it() -> None:
