@@ -12,9 +12,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ from engine.schedule import Copy, Create, filled_tier
 from engine.store import Store
 from engine.trace import MEASURED, Recording, chrome_trace
 from engine.units import MIB, format_bytes
-from engine.worker import TorchMachine
+from engine.worker import Taps, TorchMachine
 
 MUCH_FREED_BYTES = 16 * MIB
 # By a stage: what it worked with goes back to the operating system at its end. Less is not worth a system call.
@@ -178,7 +177,7 @@ class _Journaled:
         self.commits.append(record)
 
 
-def open_taps(plan: Plan, wanted: Mapping[str, str]) -> dict[str, list[tuple[Callable[..., None], str]]]:
+def open_taps(plan: Plan, wanted: Mapping[str, str]) -> Taps:
     """Return the taps to call per stage for extra outputs ``{tap: path}``.
 
     Raises:
@@ -228,68 +227,107 @@ def execute(
         UsageError: the run directory exists and is not empty, or an extra output can't be written.
         StageFailedError: a stage failed or used more than was planned.
     """
-    plan = forecast.plan
-    taps = open_taps(plan, wanted or {})
-    recording = recording if recording is not None else new_recording(forecast)
-    if again:
-        directory = RunDirectory.open(run_path)
-        return _execute_in(directory, forecast, taps, plan_source, recipe or {}, observers, recording, again=True)
-    check_record(_plan_record(forecast, recipe or {}))  # before anything is written
-    directory = RunDirectory.create(run_path)
+    taps, record = open_taps(forecast.plan, wanted or {}), _plan_record(forecast, recipe or {})
+    if not again:
+        check_record(record)  # before anything is written
+    directory = RunDirectory.open(run_path) if again else RunDirectory.create(run_path)
+    path = directory.journal_path
     try:
-        return _execute_in(directory, forecast, taps, plan_source, recipe or {}, observers, recording, again=False)
+        with Journal.open(path) if again else Journal.create(path) as journal:
+            if again:
+                directory.clear(kept_files(read_journal(path)[0]), forecast.plan.kept_folders)
+            journal.append(record, sync=True)
+            if plan_source is not None:
+                atomic_write_bytes(directory.plan_path, plan_source)
+            return _Run(
+                directory=directory,
+                journal=journal,
+                forecast=forecast,
+                taps=taps,
+                observers=tuple(observers),
+                recording=recording if recording is not None else new_recording(forecast),
+            ).outcome()
     except UnsupportedModelError:  # refused once its weights were there, in the first stage: nothing to resume
-        shutil.rmtree(directory.path, ignore_errors=True)
+        if not again:
+            shutil.rmtree(directory.path, ignore_errors=True)
         raise
 
 
-def _execute_in(
-    directory: RunDirectory,
-    forecast: Forecast,
-    taps: dict[str, list[tuple[Callable[..., None], str]]],
-    plan_source: bytes | None,
-    recipe: Mapping[str, Any],
-    observers: Iterable[Observer],
-    recording: Recording,
-    *,
-    again: bool,
-) -> Outcome:
-    plan = forecast.plan
-    with Journal.open(directory.journal_path) if again else Journal.create(directory.journal_path) as journal:
-        if again:
-            directory.clear(kept_files(read_journal(directory.journal_path)[0]), plan.kept_folders)
-        journal.append(_plan_record(forecast, recipe), sync=True)
-        if plan_source is not None:
-            atomic_write_bytes(directory.plan_path, plan_source)
-        directory.results_path.mkdir(exist_ok=True)
-        store = Store.create(directory.store_path) if _uses_disk(forecast) else None
-        meter = LiveBytes()
-        machine = TorchMachine(plan, meter=meter, store=store, directory=directory.results_path)
-        machine.taps = taps
-        machine.announce = partial(_announce, journal)
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """One attempt at a run, from its plan record to its last one, while its journal is open."""
+
+    directory: RunDirectory
+    journal: Journal
+    forecast: Forecast
+    taps: Taps
+    observers: Sequence[Observer]
+    recording: Recording
+
+    def outcome(self) -> Outcome:
+        """Carry the plan out and leave trace, metrics and results."""
+        self.directory.results_path.mkdir(exist_ok=True)
+        machine = self._machine()
         try:
-            outcome = _drive(forecast, machine, journal, observers, recording)
+            outcome = self._driven(machine)
         finally:
-            recording.close()
-            _leave_trace(directory, forecast, recording)
-        _leave_metrics(directory, outcome)
+            self.recording.close()
+            self._leave_trace()
+        self._leave_metrics(outcome)
         for name, value in outcome.results.items():
-            journal.append(ResultRecord(name=name, payload={"value": value}))
-        journal.append(RunFinished(results=outcome.results), sync=True)
-    return outcome
+            self.journal.append(ResultRecord(name=name, payload={"value": value}))
+        self.journal.append(RunFinished(results=outcome.results), sync=True)
+        return outcome
 
+    def _machine(self) -> TorchMachine:
+        return TorchMachine(
+            self.forecast.plan,
+            meter=LiveBytes(),
+            store=Store.create(self.directory.store_path) if _uses_disk(self.forecast) else None,
+            directory=self.directory.results_path,
+            taps=self.taps,
+            announce=self._announce,
+        )
 
-def _announce(journal: Journal, path: str, nbytes: int, crc32c: int) -> None:
-    journal.append(KeptFile(path=path, nbytes=nbytes, crc32c=crc32c), sync=True)
+    def _announce(self, path: str, nbytes: int, crc32c: int) -> None:
+        self.journal.append(KeptFile(path=path, nbytes=nbytes, crc32c=crc32c), sync=True)
 
+    def _driven(self, machine: TorchMachine) -> Outcome:
+        keep_freed_memory()
+        plan, schedule = self.forecast.plan, self.forecast.schedule
+        keys = recipe_keys(schedule.stages, engine.CODE_VERSION)
+        checked = _Checked(machine=machine, recording=self.recording)
+        journaled = _Journaled(journal=self.journal, machine=machine, checked=checked, keys=keys)
+        started = time.monotonic()
+        with machine.meter:
+            told: list[Observer] = [checked, journaled, *self.observers]
+            drive(plan, schedule, self.forecast.budget, machine, told, self.recording)
+        merge_reports(machine.results)
+        actual = plan.hooks.get("actual")
+        return Outcome(
+            results=machine.results,
+            measured_peak_bytes={**checked.overall, str(Tier.DISK): machine.disk_peak_bytes},
+            commits=journaled.commits,
+            wall_s=time.monotonic() - started,
+            stages_run=len(schedule.stages),
+            rss_bytes=peak_rss_bytes(),
+            actual_peak_bytes=None if actual is None else peak_bytes_at(self.forecast, actual()),
+        )
 
-def _leave_metrics(directory: RunDirectory, outcome: Outcome) -> None:
-    """Write the run's numbers as one line, unless its stages have written a line for each of several updates."""
-    path = directory.results_path / METRICS_FILE
-    if not path.exists():
-        numbers = {name: outcome.results[name] for name in ("loss", "grad_norm") if name in outcome.results}
-        line = numbers | outcome.results.get("metrics", {})
-        atomic_write_text(path, json.dumps(finite(line), allow_nan=False) + "\n")
+    def _leave_trace(self) -> None:
+        """Write the trace; a run is not lost, and an error not hidden, because that can't be done."""
+        try:
+            atomic_write_text(self.directory.trace_path, chrome_trace([self.forecast.recording, self.recording]))
+        except OSError as error:
+            print(f"note: the trace could not be written: {error}", file=sys.stderr)
+
+    def _leave_metrics(self, outcome: Outcome) -> None:
+        """Write the run's numbers as one line, unless its stages have written a line for each of several updates."""
+        path = self.directory.results_path / METRICS_FILE
+        if not path.exists():
+            numbers = {name: outcome.results[name] for name in ("loss", "grad_norm") if name in outcome.results}
+            line = numbers | outcome.results.get("metrics", {})
+            atomic_write_text(path, json.dumps(finite(line), allow_nan=False) + "\n")
 
 
 def _plan_record(forecast: Forecast, recipe: Mapping[str, Any]) -> PlanRecord:
@@ -310,35 +348,4 @@ def _uses_disk(forecast: Forecast) -> bool:
     return any(
         isinstance(item, Create | Copy) and filled_tier(item) is Tier.DISK and not values[item.value].provided
         for item in forecast.schedule.instructions
-    )
-
-
-def _leave_trace(directory: RunDirectory, forecast: Forecast, recording: Recording) -> None:
-    """Write the trace; a run is not lost, and an error not hidden, because that can't be done."""
-    try:
-        atomic_write_text(directory.trace_path, chrome_trace([forecast.recording, recording]))
-    except OSError as error:
-        print(f"note: the trace could not be written: {error}", file=sys.stderr)
-
-
-def _drive(
-    forecast: Forecast, machine: TorchMachine, journal: Journal, observers: Iterable[Observer], recording: Recording
-) -> Outcome:
-    keep_freed_memory()
-    keys = recipe_keys(forecast.schedule.stages, engine.CODE_VERSION)
-    checked = _Checked(machine=machine, recording=recording)
-    journaled = _Journaled(journal=journal, machine=machine, checked=checked, keys=keys)
-    started = time.monotonic()
-    with machine.meter:
-        told: list[Observer] = [checked, journaled, *observers]
-        drive(forecast.plan, forecast.schedule, forecast.budget, machine, told, recording)
-    merge_reports(machine.results)
-    return Outcome(
-        results=machine.results,
-        measured_peak_bytes={**checked.overall, str(Tier.DISK): machine.disk_peak_bytes},
-        commits=journaled.commits,
-        wall_s=time.monotonic() - started,
-        stages_run=len(forecast.schedule.stages),
-        rss_bytes=peak_rss_bytes(),
-        actual_peak_bytes=peak_bytes_at(forecast, actual()) if (actual := forecast.plan.hooks.get("actual")) else None,
     )

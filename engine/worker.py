@@ -12,7 +12,7 @@ array; its checksum is kept by the store.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +35,15 @@ from engine.tensors import as_numpy, as_rows, chunk_index, piece_of, torch_dtype
 
 COPIES_THREAD_NAME = "longstraw copies"
 
+Taps = Mapping[str, Sequence[tuple[Callable[..., None], str]]]
+"""What is called with the context and a path after a stage, by the stage's name."""
+Announce = Callable[[str, int, int], None]
+"""Is told path, bytes and CRC32C of a file that is to be kept, before it is written."""
+
+
+def _tell_nobody(path: str, nbytes: int, crc32c: int) -> None:
+    """Announce a kept file where there is no run to keep it."""
+
 
 @dataclass
 class Held:
@@ -51,11 +60,20 @@ class TorchMachine:
     """Device, host and disk of one worker in this process.
 
     ``directory`` is the run directory's place for results; ``store`` holds the disk tier. ``device`` is torch's;
-    on ``meta`` stages run without data, to be measured.
+    on ``meta`` stages run without data, to be measured. ``taps`` are called after their stages, ``announce`` before a
+    stage writes a file that is kept.
     """
 
     def __init__(
-        self, plan: Plan, *, meter: LiveBytes, store: Store | None, directory: Path | None, device: str = "cpu"
+        self,
+        plan: Plan,
+        *,
+        meter: LiveBytes,
+        store: Store | None,
+        directory: Path | None,
+        device: str = "cpu",
+        taps: Taps | None = None,
+        announce: Announce = _tell_nobody,
     ) -> None:
         self.plan, self.meter, self.store, self.directory = plan, meter, store, directory
         self.device = torch.device(device)
@@ -64,10 +82,9 @@ class TorchMachine:
         self.results: dict[str, Any] = {}
         self.disk_peak_bytes = 0
         self.written: dict[str, dict[str, int]] = {}
-        self.announce: Callable[[str, int, int], None] = lambda path, nbytes, crc32c: None
+        self.taps, self.announce = taps or {}, announce
         self._provided_disk_bytes = 0
         self._stage_disk_peak_bytes = 0
-        self.taps: dict[str, list[tuple[Any, str]]] = {}
         self._staging: torch.Tensor | None = None
         self._alongside: list[Callable[[], None]] = []
 
