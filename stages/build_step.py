@@ -71,8 +71,8 @@ class StepBuilder:
         self._add_loss(update, lowering)
         self.first = self.first or lowering
         self.run.lowerings.append(lowering)
-        if lowering.lookup_apart and self.space.has_few_lookups:
-            self.plan.add(self.space.lookups[self.step].stage(update))
+        if lowering.lookup_apart:
+            self.plan.add(self.space.facts.lookups[self.step].stage(update))
         for span in reversed(self.run.cut.spans):
             for _, tree in reversed(trees):
                 lowering.backward((tree,), span)
@@ -99,8 +99,8 @@ class StepBuilder:
             exact=self.settings.gradient == "exact",
             cut=run.cut,
             shards=run.shards,
-            head_apart=run.tied and not self.space.has_few_lookups,
-            lookup_apart=run.tied and self.space.has_few_lookups,
+            head_apart=run.tied and not self.space.facts.has_few_lookups,
+            lookup_apart=run.tied and self.space.facts.has_few_lookups,
         )
 
     def _declare_gradients(self, update: str) -> None:
@@ -112,8 +112,8 @@ class StepBuilder:
     def _declare_other_share(self, update: str, wide: str) -> None:
         """Declare what a tied embedding's gradient has beside the parameters' own accumulator."""
         vocab, hidden = self.run.sizes.vocab, self.run.sizes.hidden
-        if self.space.has_few_lookups:
-            for value in self.space.lookups[self.step].values(update, hidden=hidden, dtype=wide):
+        if self.space.facts.has_few_lookups:
+            for value in self.space.facts.lookups[self.step].values(update, hidden=hidden, dtype=wide):
                 self.plan.value(value)
             return
         spec = TensorSpec(shape=(vocab, hidden), dtype=wide)
@@ -204,7 +204,7 @@ class StepBuilder:
         self._add_metrics(update, epoch, rate, after=names.clip(update))
 
     def _add_merge(self, update: str) -> None:
-        run, few = self.run, self.space.has_few_lookups
+        run, few = self.run, self.space.facts.has_few_lookups
         stage = merge_stage(
             name=f"merge {update.rstrip('/')}",
             gradients={names.gradients(update, shard): state for shard, state in run.shards.items()},

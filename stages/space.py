@@ -69,6 +69,23 @@ _LEVERS = {
 # What changes the bytes that a stage of a kind needs; other kinds are asked for all.
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is found once and is true of a run under all choices, and of its outlines.
+
+    ``lookups`` are the ids that every step's backward looks up. ``has_few_lookups`` says whether they are few in every
+    step of the run, so that stages of all steps are alike.
+    """
+
+    estimator: Estimator
+    lookups: tuple[LookupIds, ...]
+    has_few_lookups: bool
+
+    def of_steps(self, steps: Sequence[int]) -> Facts:
+        """Return the facts of a run that has only some of the steps."""
+        return replace(self, lookups=tuple(self.lookups[step] for step in steps))
+
+
 @dataclass(kw_only=True)
 class GrpoSpace:
     """The plans of one GRPO run under all choices; see `engine.plan.ChoiceSpace`.
@@ -91,10 +108,28 @@ class GrpoSpace:
     _optimizer: OptimizerState | None = field(default=None, init=False)
     _loss_bytes: dict[Hashable, int] = field(default_factory=dict, init=False)
     _cuts: dict[int, Cut] = field(default_factory=dict, init=False)
+    _facts: Facts | None = field(default=None, init=False)
 
-    @cached_property
+    @property
+    def facts(self) -> Facts:
+        if self._facts is None:
+            self._facts = self._find_facts()
+        return self._facts
+
+    def _find_facts(self) -> Facts:
+        estimator = Estimator(self.policy, self.settings.dtype)
+        vocab, exact = int(self.policy.config.vocab_size), self.settings.gradient == "exact"
+        trees = ([tree for _, tree in self.trees(step, "")] for step in range(len(self.steps)))
+        lookups = tuple(lookup_ids(found, vocab=vocab, exact=exact) for found in trees)
+        return Facts(
+            estimator=estimator,
+            lookups=lookups,
+            has_few_lookups=all(ids.is_few for ids in lookups),
+        )
+
+    @property
     def estimator(self) -> Estimator:
-        return Estimator(self.policy, self.settings.dtype)
+        return self.facts.estimator
 
     @cached_property
     def step_digests(self) -> list[str]:
@@ -104,7 +139,7 @@ class GrpoSpace:
     @cached_property
     def rollouts_digest(self) -> str:
         """A hash of the groups of all steps."""
-        return digest([[group_data(group) for group in groups] for groups in self.steps])
+        return digest(self.step_digests)
 
     @cached_property
     def why_whole(self) -> str | None:
@@ -134,18 +169,6 @@ class GrpoSpace:
         if not self.samples or rollout is None or config.max_response_tokens is not None:
             return config
         return replace(config, max_response_tokens=rollout.max_response_tokens)
-
-    @cached_property
-    def lookups(self) -> list[LookupIds]:
-        """The ids that every step's backward looks up."""
-        vocab, exact = int(self.policy.config.vocab_size), self.settings.gradient == "exact"
-        trees = [[tree for _, tree in self.trees(step, "")] for step in range(len(self.steps))]
-        return [lookup_ids(found, vocab=vocab, exact=exact) for found in trees]
-
-    @cached_property
-    def has_few_lookups(self) -> bool:
-        """Whether they are few in every step, so that stages of all steps are alike."""
-        return all(ids.is_few for ids in self.lookups)
 
     @cached_property
     def advantages(self) -> list[list[GroupAdvantages | None]]:
@@ -430,10 +453,7 @@ class GrpoSpace:
             period = math.lcm(chunk_tokens, self.settings.page_tokens)
             steps = [tuple(_shortened(group, period) for group in self.steps[step]) for step in self._unlike_steps]
             short = replace(self, steps=tuple(steps))
-            known: dict[str, Any] = {"estimator": self.estimator}
-            known["lookups"] = [self.lookups[step] for step in self._unlike_steps]
-            known["has_few_lookups"] = self.has_few_lookups
-            short.__dict__ |= known
+            short._facts = self.facts.of_steps(self._unlike_steps)
             self._outlines[chunk_tokens] = short
         return self._outlines[chunk_tokens]
 
