@@ -31,6 +31,8 @@ _COUNTER_BYTES = 4
 # Adam's step counter is a float32 number for every part, as torch's kernel wants it.
 _OPERATORS_A_PART, _OPERATORS_A_PIECE = 9, 6
 # Of an update, counted: most cut parts out of pieces.
+_OPERATORS_A_NORM = 3
+# Of a parameter's norm, counted: it is taken, its place found, and put there.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,8 @@ def norms_stage(*, name: str, gradients: str, state: OptimizerState, norms: str)
         writes=(norms,),
         workspace_bytes=state.wide.itemsize,
         cost=Cost(
-            moved_bytes=float(state.num_elements * state.wide.itemsize), num_kernels=float(len(state.parameters))
+            moved_bytes=float(state.num_elements * state.wide.itemsize),
+            num_kernels=float(_OPERATORS_A_NORM * len(state.parameters)),
         ),
     )
 

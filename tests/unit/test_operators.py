@@ -41,7 +41,7 @@ PLANS = {
     "nothing kept": {"prompt_tokens": 1100, "chunk_tokens": 256, "stored_inputs": 0},
     "one branch at a time, inputs kept": {"prompt_tokens": 700, "branches_at_once": 1, "stored_inputs": 1},
 }
-KINDS = ("prefill", "score", "loss", "replay", "sweep", "clip", "adamw")
+KINDS = ("prefill", "score", "loss", "replay", "sweep", "norms", "clip", "adamw")
 
 
 @pytest.mark.parametrize("settings", PLANS.values(), ids=PLANS)
