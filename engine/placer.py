@@ -49,6 +49,9 @@ MOST_STAGES_OF_SEARCH, MOST_USES_OF_SEARCH = 64, 1000
 RUNGS_A_VALUE, LEAST_RUNGS, CROWDING = 3, 24, 1.5
 # Rungs of the search; they are closer to each other near the least, where a byte counts most.
 
+RUNGS_ABOVE = 2
+# Rungs above a budget that are looked at for it.
+
 ROUNDS_A_VALUE = 10
 # Of a search on every rung: with three, small plans of residents and streams are 2 % slower in the mean.
 
@@ -89,7 +92,7 @@ class Placer:
     profile: HardwareProfile
     _streams_s: dict[Tier, Seconds] = field(default_factory=dict, repr=False)
     _trips_s: dict[tuple[int, Tier], tuple[float, float]] = field(default_factory=dict, repr=False)
-    _rungs_found: list[Placement] = field(default_factory=list, repr=False)
+    _rungs_found: list[tuple[int, Placement]] = field(default_factory=list, repr=False)
 
     # What things take
 
@@ -317,7 +320,10 @@ class Placer:
         return self.needs.num_stages <= MOST_STAGES_OF_SEARCH and num_uses <= MOST_USES_OF_SEARCH
 
     def _found_up_to(self, device_bytes: int) -> Iterator[Placement]:
-        """Yield what the search finds on every rung up to ``device_bytes``, the best first."""
+        """Yield what the search finds for ``device_bytes``, the best first: on the rungs up to it, and on a few above.
+
+        What is found on a rung may need less than that, and is there for all budgets that it fits.
+        """
         if device_bytes < self.least_bytes:
             return
         num_values = len(self._chain_order)
@@ -325,15 +331,15 @@ class Placer:
         num_rungs = min(most_rungs, max(LEAST_RUNGS, RUNGS_A_VALUE * num_values))
         spread = self.everything_bytes - self.least_bytes
         rungs = [self.least_bytes + int(spread * (rung / num_rungs) ** CROWDING) for rung in range(num_rungs)]
-        num_within = sum(rung <= device_bytes for rung in rungs)
-        while len(self._rungs_found) < num_within:
+        num_looked_at = min(num_rungs, RUNGS_ABOVE + sum(rung <= device_bytes for rung in rungs))
+        while len(self._rungs_found) < num_looked_at:
             search = self._search
             search.cap_bytes = rungs[len(self._rungs_found)]
             search.double_where_there_is_room(range(self.needs.num_stages))
             search.improve_each()
             search.improve(min(most_rounds, ROUNDS_A_VALUE * num_values))
-            self._rungs_found.append(search.placement())
-        yield from reversed(self._rungs_found[:num_within])
+            self._rungs_found.append((max(search.load), search.placement()))
+        yield from (found for need, found in reversed(self._rungs_found[:num_looked_at]) if need <= device_bytes)
 
     @cached_property
     def _search(self) -> Search:

@@ -24,10 +24,10 @@ from engine.plan import Plan, Stage
 MOST_STAGES = 64
 # Of a plan that is tried in other orders: those whose placements are searched.
 
-SHARES = (0.0, 0.2)
+SHARES = (0.0, 0.2, 0.5)
 # Of what the device may hold beyond the least, for which orders are looked for; most is gained where there is little.
 
-MOVES_A_STAGE = 4
+MOVES_A_STAGE = 6
 # Of an order that is improved.
 
 
