@@ -87,9 +87,11 @@ def plan_within(case: Case, profile: HardwareProfile) -> Forecast:
     roomy = forecast(plan, ROOM, profile)
     if case.pages == "device":
         return roomy
-    device_bytes = int(SPARE * roomy.smallest_device_bytes)
-    host_bytes = UNLIMITED_BYTES if case.pages == "host" else staging_need(roomy.plan)
-    return forecast(plan, replace(ROOM, device_bytes=device_bytes, host_bytes=host_bytes), profile)
+    tight = replace(ROOM, device_bytes=int(SPARE * roomy.smallest_device_bytes))
+    on_host = forecast(plan, tight, profile)
+    if case.pages == "host":
+        return on_host
+    return forecast(plan, replace(tight, host_bytes=staging_need(on_host.plan)), profile)
 
 
 def seconds_after_load(recording: Recording) -> float:
