@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -157,15 +158,17 @@ class Updates:
 
     def run(self, folder: Path, within: Budget | None = None) -> Updated:
         """Run in the new directory ``folder`` and return the new weights and what was measured."""
-        plan, kept = self.plan(), {}
+        plan = self.plan()
+        kept: dict[str, Any] = {}  # arrays, which no other stage's device bytes hold, whatever runs after this one
 
         def keep(context: StageContext) -> None:
-            kept.update({name: tensor.detach().clone() for name, tensor in context.item("weights").tensors.items()})
+            tensors = context.item("weights").tensors.items()
+            kept.update({name: tensor.detach().view(torch.uint8).numpy().copy() for name, tensor in tensors})
 
-        nbytes = plan.values["weights"].nbytes
-        plan.add(Stage(name="look", kind="work", run=keep, reads=("weights",), workspace_bytes=nbytes))
+        plan.add(Stage(name="look", kind="work", run=keep, reads=("weights",)))
         outcome = execute(forecast(plan, within or budget(), load_profile("cpu")), folder)
-        return Updated(weights=kept, outcome=outcome, plan=plan)
+        weights = {name: torch.from_numpy(array).view(self.dtype) for name, array in kept.items()}
+        return Updated(weights=weights, outcome=outcome, plan=plan)
 
 
 @dataclass(frozen=True, kw_only=True)
