@@ -283,7 +283,7 @@ class Planner:
         key = ("floor", *choices.items())
         if key not in self._lowered:
             self._lowered[key] = self.plan.outlined(choices)
-        return self._portfolio(self._lowered[key]).floor
+        return self._portfolio(self._lowered[key]).own.needs.floor
 
     def _sketch(self, choices: Choices) -> Plan:
         key = ("sketch", *choices.items())

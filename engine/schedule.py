@@ -22,11 +22,11 @@ from engine.budget import Budget, Tier
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
 from engine.ledger import Ledger
-from engine.needs import Needs
+from engine.needs import Needs, needs_of
 from engine.placement import Event, Placement, Step
 from engine.placer import Placer
 from engine.plan import Plan, Stage
-from engine.portfolio import Portfolio, leanest
+from engine.portfolio import Portfolio
 from engine.units import format_bytes
 
 
@@ -129,15 +129,13 @@ def _workspace_entry(run: Run) -> str:
 def device_floor(plan: Plan) -> tuple[int, Stage]:
     """Return the fewest device bytes that any schedule of ``plan`` needs, and the stage that needs them.
 
-    Any schedule in the orders that are tried, that is: Values that live on the device only are alive longer in others.
-
     Proof: while a stage runs, its resident Values, its workspace, and every live Value that may live on the device
     only are on the device whatever the schedule does. A stream of Values that may leave needs its buffer, which is
     its largest piece, or has the Value with that piece there instead, which is no smaller; no Value is in two
     buffered streams of a stage, or resident and in one. `make_schedule` reaches the bound where host and disk have
     room, since everything else can leave.
     """
-    return leanest(plan).floor
+    return needs_of(plan, plan.ordered()).floor
 
 
 def staging_need(plan: Plan) -> int:
@@ -159,12 +157,10 @@ def make_schedule(plan: Plan, budget: Budget, profile: HardwareProfile) -> Sched
 
 def best_placement(portfolio: Portfolio, budget: Budget) -> tuple[Placement, float]:
     """Return the fastest placement that is found in any order, with its time."""
-    _check_device(portfolio.floor, budget)
+    _check_device(portfolio.own.needs.floor, budget)
     best: tuple[Placement, float] | None = None
     refusal: DoesNotFitError | None = None
     for placer in portfolio.placers():
-        if placer.least_bytes > budget.device_bytes:
-            continue
         try:
             found = best_in_order(placer, budget)
         except DoesNotFitError as error:

@@ -185,19 +185,15 @@ def test_the_floor_counts_what_is_pinned_while_it_lives_and_not_what_can_leave()
         stage("after", workspace_bytes=107),
         stage("read", reads=("free",)),
     )
-    nbytes, binding = device_floor(in_its_order(plan))
+    nbytes, binding = device_floor(plan)
     assert (nbytes, binding.name) == (111, "second")
 
 
-def test_the_floor_of_a_persons_own_plan_is_that_of_its_leanest_order() -> None:
-    plan = plan_of(
-        [value("pin", nbytes=10, tiers=(DEVICE,)), value("other", nbytes=1)],
-        stage("write", writes=("pin",)),
-        stage("big", writes=("other",), workspace_bytes=100),
-        stage("read", reads=("pin",)),
-    )
-    assert device_floor(plan)[0] == 101
-    assert device_floor(in_its_order(plan))[0] == 111
+def test_a_plan_with_values_that_live_on_the_device_only_runs_in_its_own_order() -> None:
+    plan = chain()
+    plan.choices = {}
+    plan.values["c"] = value("c", tiers=(DEVICE,))
+    assert [each.name for each in make_schedule(plan, budget(10), SECONDS).stages] == list(plan.stages)
 
 
 def test_a_stage_without_values_has_on_either_side_what_it_has_in_the_plan() -> None:
