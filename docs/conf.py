@@ -32,6 +32,8 @@ nitpick_ignore_regex = [("py:.*", r"(torch|transformers|networkx|nx|pathlib|coll
 nitpick_ignore = [
     ("py:class", "TorchMachine"),  # only the runtime makes a StageContext
     ("py:class", "engine.authoring.Result"),  # a type variable
+    ("py:class", "engine.hardware.Amount"),  # another
+    ("py:class", "engine.journal.StageCommit"),  # a record of the journal, which has a page of its own
 ]
 
 

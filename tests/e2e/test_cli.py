@@ -344,7 +344,7 @@ def test_the_closing_text_sets_measured_beside_predicted_and_progress_is_on_stan
     result = engine("execute", light, "--run", "run")
     assert "measured / predicted" in result.out
     assert "run: run" in result.out
-    assert "report" not in result.out
+    assert "report: " not in result.out
     assert "[5/5] report" in result.err
 
 
