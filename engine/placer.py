@@ -248,7 +248,10 @@ class Placer:
             yield from (self._packing(rung) for rung in self._rungs(device_bytes))
 
     def rough_s(self, device_bytes: int) -> float:
-        """Return about the time of the plan within ``device_bytes``, with room on the host: what one pass of the search finds."""
+        """Return about the time of the plan within ``device_bytes``, with room on the host.
+
+        It is what one pass of the search finds.
+        """
         search = self._new_search(device_bytes)
         search.double_where_there_is_room(range(self.needs.num_stages))
         search.improve_each()
