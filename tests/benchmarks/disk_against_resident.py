@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -31,18 +30,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from engine.budget import Tier
 from engine.hardware import load_profile
 from engine.planner import Forecast, forecast
 from models.policy import PolicySource
-from stages import Group, find_policy, parse_group
+from stages import find_policy
 from tests.benchmarks.engine_step import SETTINGS, roomy_budget, run_step, step_space
 from tests.benchmarks.machine import heading, markdown, mib
+from tests.helpers import random_group, tiny_config
 
 MOST = 1.15
 VOCABULARY, GROUP_SIZE, RESPONSE_TOKENS = 256, 4, 64
@@ -67,7 +65,7 @@ class Work:
         return {**CHOICES, "chunk_tokens": self.chunk_tokens}
 
 
-CHOICES = {"branches_at_once": GROUP_SIZE, "head_rows": 64, "stored_inputs": 0, "layer_spans": 1, "page_tokens": 512}
+CHOICES = {"branches_at_once": GROUP_SIZE, "head_rows": 64, "stored_inputs": 0, "page_tokens": 512}
 WORKS = (
     Work(num_layers=4, hidden_size=256, num_heads=4, head_dim=64, prompt_tokens=4096, chunk_tokens=1024),
     Work(num_layers=2, hidden_size=128, num_heads=8, head_dim=128, prompt_tokens=2048, chunk_tokens=64),
@@ -113,8 +111,7 @@ class Way:
 
 def random_policy(work: Work) -> PolicySource:
     """Return a llama with random weights, whose attention has as many heads for keys as for queries."""
-    config: Any = AutoConfig.for_model(
-        "llama",
+    config = tiny_config(
         vocab_size=VOCABULARY,
         hidden_size=work.hidden_size,
         intermediate_size=2 * work.hidden_size,
@@ -123,29 +120,14 @@ def random_policy(work: Work) -> PolicySource:
         num_key_value_heads=work.num_heads,
         head_dim=work.head_dim,
         max_position_embeddings=work.prompt_tokens + RESPONSE_TOKENS,
-        tie_word_embeddings=False,
     )
     return find_policy(config)
 
 
-def random_group(prompt_tokens: int) -> Group:
-    """Return a group of random tokens with random rewards."""
-    numbers = random.Random(0)
-
-    def draw(count: int) -> list[int]:
-        return [numbers.randrange(VOCABULARY) for _ in range(count)]
-
-    record = {
-        "prompt": draw(prompt_tokens),
-        "responses": [draw(RESPONSE_TOKENS) for _ in range(GROUP_SIZE)],
-        "rewards": [numbers.random() for _ in range(GROUP_SIZE)],
-    }
-    return parse_group(record, where="benchmark", tokenizer=None, vocab_size=VOCABULARY)
-
-
 def ways_of(work: Work, hardware: str) -> list[Way]:
     """Return the work with its state on the device and with it on the disk."""
-    policy, group, ways = random_policy(work), random_group(work.prompt_tokens), []
+    policy, ways = random_policy(work), []
+    group = random_group(0, work.prompt_tokens, [RESPONSE_TOKENS] * GROUP_SIZE, VOCABULARY)
     for name, tier in ((RESIDENT, Tier.DEVICE), (DISK, Tier.DISK)):
         space = step_space(policy, group, work.choices, replace(SETTINGS, state_tier=str(tier)))
         planned = forecast(space.lower(space.first()), roomy_budget(), load_profile(hardware))

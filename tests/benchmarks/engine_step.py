@@ -118,8 +118,11 @@ class Step:
 def step_space(
     policy: PolicySource, group: Group, fixed: Mapping[str, int] | None = None, settings: GrpoSettings = SETTINGS
 ) -> GrpoSpace:
-    """Return the plans of one step of a group. ``fixed`` are choices, and ``page_tokens`` if it is among them."""
-    given = dict(fixed or {})
+    """Return the plans of one step of a group. ``fixed`` are choices, and ``page_tokens`` if it is among them.
+
+    The model stays whole, so that there are bytes beyond its weights and gradients to speak of.
+    """
+    given = {"layer_spans": 1, **(fixed or {})}
     page_tokens = given.pop("page_tokens", settings.page_tokens)
     settings = replace(settings, page_tokens=page_tokens, fixed=given)
     return GrpoSpace(name="benchmark", policy=policy, steps=((group,),), settings=settings)

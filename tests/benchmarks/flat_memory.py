@@ -17,23 +17,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig
 
 from engine.budget import Budget
 from engine.units import KIB, format_bytes
 from models.policy import PolicySource
-from stages import Group, GrpoSpace, find_policy, parse_group
+from stages import GrpoSpace, find_policy
 from tests.benchmarks.engine_step import fixed_bytes, plan_step, roomy_budget, run_step, step_space
 from tests.benchmarks.machine import heading, markdown, mib
+from tests.helpers import random_group, tiny_config
 
 TOKENS = (8192, 32768, 131072, 262144)
 GROUP_SIZE, RESPONSE_TOKENS = 4, 32
@@ -61,39 +58,17 @@ class Length:
 
 def small_policy() -> PolicySource:
     """Return a llama of two layers of hidden size 32 with one head of 16, which the CPU's kernel is fastest at."""
-    config: Any = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
+    config = tiny_config(
+        vocab_size=VOCABULARY, intermediate_size=64, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
         max_position_embeddings=1 << 22,
-        tie_word_embeddings=False,
-    )
+    )  # fmt: skip
     return find_policy(config)
-
-
-def random_group(prompt_tokens: int) -> Group:
-    """Return a group of random tokens with random rewards."""
-    numbers = random.Random(0)
-
-    def draw(count: int) -> list[int]:
-        return [numbers.randrange(VOCABULARY) for _ in range(count)]
-
-    record = {
-        "prompt": draw(prompt_tokens),
-        "responses": [draw(RESPONSE_TOKENS) for _ in range(GROUP_SIZE)],
-        "rewards": [numbers.random() for _ in range(GROUP_SIZE)],
-    }
-    return parse_group(record, where="benchmark", tokenizer=None, vocab_size=VOCABULARY)
 
 
 def space_of(prompt_tokens: int) -> GrpoSpace:
     """Return the plans of one length, under fixed choices."""
-    return step_space(small_policy(), random_group(prompt_tokens), CHOICES)
+    group = random_group(0, prompt_tokens, [RESPONSE_TOKENS] * GROUP_SIZE, VOCABULARY)
+    return step_space(small_policy(), group, CHOICES)
 
 
 def measure(prompt_tokens: int, device_bytes: int) -> Length:
