@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.atomic import atomic_write_bytes, atomic_write_text, check_writable
 from engine.budget import Budget, default_budget, merge_budget, parse_budget
@@ -28,9 +28,6 @@ from engine.plan import Choices, Plan
 from engine.resume import RunRequest, check_same, last_attempt, unfinished
 from engine.run import RunDirectory, default_run_path, disk_usage_bytes
 from engine.units import format_bytes
-
-if TYPE_CHECKING:
-    pass
 
 INTERRUPTED = 130
 READER_LEFT = 141
@@ -255,7 +252,6 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine on the shipped plan that was made for it, and write the profile."""
-
     check_writable(arguments.output)
     from engine.calibrate import MEASURED, PLAN, ROUNDS, calibrate
 

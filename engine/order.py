@@ -42,7 +42,7 @@ def program_order(stages: Collection[Stage], num_own: int) -> list[Stage]:
 
 def _places(own: Sequence[Stage], added: Sequence[Stage]) -> list[int]:
     """Return, for each added stage, the index of the stage of the builder's own that it comes behind."""
-    changed = {name: index for index, stage in enumerate(own) for name in stage.changes()}
+    changed = {name: index for index, stage in enumerate(own) for name in stage.changed}
     read: dict[str, int] = {}
     places: list[int] = []
     for stage in added:

@@ -210,14 +210,6 @@ class Stage:
         yield from self.updates
         yield from self.writes
 
-    def changes(self) -> Iterator[str]:
-        """Yield the Values that the stage writes or updates."""
-        yield from self.writes
-        yield from self.updates
-        for stream in self.streams:
-            if stream.updates:
-                yield from stream.values
-
     @cached_property
     def used(self) -> tuple[str, ...]:
         """Every Value that the stage touches, once, in order."""
@@ -227,4 +219,5 @@ class Stage:
     @cached_property
     def changed(self) -> frozenset[str]:
         """The Values that the stage writes or updates."""
-        return frozenset(self.changes())
+        streamed = [name for stream in self.streams if stream.updates for name in stream.values]
+        return frozenset((*self.writes, *self.updates, *streamed))

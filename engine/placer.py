@@ -10,7 +10,7 @@ Three ways to fill the device, and what is true of each:
 - The *search* of `engine.windows`, in place of packings, for plans of few stages: on rungs too.
 
 The fastest of all of them is taken, so a larger budget never gives a slower schedule. Homes are given in the chain's
-order: the host while it has room, then the disk.
+order (`engine.homes`).
 
 What is not guaranteed: that a placement is the fastest there is.
 
@@ -28,12 +28,11 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.budget import Budget, Tier
-from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
-from engine.needs import Bytes, Needs, Numbers, Seconds, added_up
+from engine.homes import housed
+from engine.needs import Bytes, Needs, Seconds, added_up
 from engine.parts import Stage, Value
-from engine.placement import TIER_CODES, Event, Placement, Step, Window
-from engine.units import format_bytes
+from engine.placement import TIER_CODES, Event, Placement, Window
 from engine.windows import Item, Search, Visit
 
 NUM_RUNGS, RUNGS_AN_OCTAVE = 17, 4
@@ -174,10 +173,15 @@ class Placer:
         np.add.at(seconds, streams.values, self._streamed_s(Tier.HOST))
         return seconds
 
+    def _life(self, number: int) -> Window:
+        """Return the window in which a Value stays."""
+        births, deaths = self.needs.lives
+        return Window(births[number], deaths[number])
+
     def _on_stage(self, number: int) -> tuple[int, int]:
         """Return the first and the last stage of a Value's life."""
-        births, deaths = self.needs.lives
-        return births[number], min(deaths[number], self.needs.num_stages - 1)
+        birth, death = self._life(number)
+        return birth, min(death, self.needs.num_stages - 1)
 
     def _gaps_of(self, number: int) -> Iterator[Unit]:
         """Yield the gaps of a Value that is used as a resident."""
@@ -280,8 +284,7 @@ class Placer:
 
     def _staying(self, numbers: Sequence[int], slots: int) -> Placement:
         """Return a placement in which Values ``numbers`` stay and others are on the device where they must be."""
-        births, deaths = self.needs.births, self.needs.deaths
-        lives = {number: (Window(int(births[number]), int(deaths[number])),) for number in numbers}
+        lives = {number: (self._life(number),) for number in numbers}
         doubled = self._streaming if slots > 1 else frozenset()
         return Placement(needs=self.needs, windows={**self._least_windows, **lives}, doubled=doubled)
 
@@ -299,16 +302,14 @@ class Placer:
     def _windows_of(self, number: int, kept: Collection[int]) -> tuple[Window, ...]:
         """Return the windows of a Value that is used as a resident, from its kept gaps."""
         last_stage, found = self.needs.num_stages - 1, []
-        residents = self.needs.resident_at[number]
+        residents, (birth, death) = self.needs.resident_at[number], self._life(number)
         for before, stage in pairwise([BEFORE_FIRST, *residents]):
             if before == BEFORE_FIRST:
-                first = int(self.needs.births[number]) if BEFORE_FIRST in kept else stage
-                found.append(Window(first, stage))
+                found.append(Window(birth if BEFORE_FIRST in kept else stage, stage))
             elif before in kept or stage == before + 1:
                 found[-1] = Window(found[-1].first, stage)
             else:
                 found.append(Window(stage, stage))
-        death = int(self.needs.deaths[number])
         if residents and (residents[-1] in kept or (residents[-1] == last_stage < death)):
             found[-1] = Window(found[-1].first, death)
         return tuple(found)
@@ -440,7 +441,7 @@ class Placer:
                 continue
             free[span] -= nbytes
             if unit.gap is None:
-                windows[unit.value] = (Window(int(needs.births[unit.value]), int(needs.deaths[unit.value])),)
+                windows[unit.value] = (self._life(unit.value),)
             else:
                 kept.setdefault(unit.value, set()).add(unit.gap)
         windows |= {number: self._windows_of(number, gaps) for number, gaps in kept.items()}
@@ -460,7 +461,7 @@ class Placer:
         """Let fetches begin a stage earlier and stores end one later where there is room for the copy until then."""
         needs, nbytes = self.needs, self.needs.nbytes[number]
         used = set(needs.used_at[number])
-        birth, death = int(needs.births[number]), int(needs.deaths[number])
+        birth, death = self._life(number)
         found: list[Window] = []
         for (first, last), following in zip(windows, [*windows[1:], None], strict=True):
             ahead = first - 1
@@ -478,86 +479,5 @@ class Placer:
     # Homes
 
     def housed(self, placement: Placement, budget: Budget, staging_bytes: int) -> Placement:
-        """Return ``placement`` with a home for everything that does not stay, the disk only if it is needed.
-
-        Raises:
-            DoesNotFitError: host and disk have no room for it.
-        """
-        leaving = [number for number in self._order if not placement.stays(number)]
-        births = self._home_births(placement, leaving)
-        need = [number for number in leaving if births[number] <= self.needs.deaths[number]]
-        fixed = [number for number in self.needs.outside if len(self.needs.values[number].tiers) == 1]
-        values = self.needs.values
-        streamed = any(values[n].tiers == (Tier.DISK,) and not values[n].provided for n in fixed)
-        hosted, others = self._split(need, births, budget.host_bytes - streamed * staging_bytes, disk=streamed)
-        if others and not streamed:
-            hosted, others = self._split(need, births, budget.host_bytes - staging_bytes, disk=True)
-        homes = dict.fromkeys(hosted, Tier.HOST) | dict.fromkeys(others, Tier.DISK)
-        homes |= {number: self.needs.values[number].tiers[0] for number in fixed}
-        staging = staging_bytes if others or streamed else 0
-        self._check_homes(homes, births, budget, staging)
-        return placement.with_homes(homes, staging)
-
-    def _home_births(self, placement: Placement, numbers: Sequence[int]) -> Numbers:
-        """Return from which stage on each Value has a home; after its death where it never has one."""
-        births = self.needs.births.copy()
-        for number in (number for number in numbers if number in placement.windows):  # others have one from birth
-            steps = (step for step in placement.steps_of(number) if _makes_home(step))
-            first = next(steps, None)
-            births[number] = int(self.needs.deaths[number]) + 1 if first is None else first.stage + (not first.before)
-        return births
-
-    def _split(
-        self, need: Sequence[int], births: Numbers, host_bytes: int, *, disk: bool
-    ) -> tuple[list[int], list[int]]:
-        """Return which Values get a home on the host, as many as fit, and which do not."""
-        values = self.needs.values
-        fixed = [n for n in self.needs.outside if values[n].tiers == (Tier.HOST,)]
-        must = [n for n in need if Tier.DISK not in values[n].tiers]
-        may = [n for n in need if Tier.DISK in values[n].tiers and Tier.HOST in values[n].tiers]
-        low, high = 0, len(may)
-        middle = high  # often there is room for all of them
-        while low < high:
-            peak = self._home_bytes([*fixed, *must, *may[:middle]], births)
-            low, high = (middle, high) if peak <= host_bytes else (low, middle - 1)
-            middle = (low + high + 1) // 2
-        never = [n for n in need if Tier.HOST not in values[n].tiers]
-        return [*must, *may[:low]], [*may[low:], *never]
-
-    def _home_bytes(self, numbers: Sequence[int], births: Numbers) -> int:
-        return int(self.needs.living_bytes(numbers, births, self.needs.num_stages + 1).max(initial=0))
-
-    def _check_homes(self, homes: dict[int, Tier], births: Numbers, budget: Budget, staging_bytes: int) -> None:
-        for tier, extra in ((Tier.HOST, staging_bytes), (Tier.DISK, 0)):
-            need = extra + self._home_bytes([n for n, home in homes.items() if home is tier], births)
-            if need > budget[tier]:
-                trouble = self._fixed_trouble(tier, extra, need, births, budget) or (
-                    f"{format_bytes(self._home_bytes(list(homes), births))} have to leave the device at one time, and "
-                    f"need {format_bytes(need)} ({need} bytes) of the {tier}{_of_it(extra)}, but the budget is "
-                    f"{format_bytes(budget.host_bytes)} of host and {format_bytes(budget.disk_bytes)} of disk; give "
-                    "more of either, or more device"
-                )
-                raise DoesNotFitError(trouble, report={"tier": str(tier)})
-
-    def _fixed_trouble(self, tier: Tier, extra: int, in_all: int, births: Numbers, budget: Budget) -> str | None:
-        """Say what has to be on a tier and can be nowhere else, if that is too much already."""
-        needs = self.needs
-        fixed = [number for number in needs.outside if needs.values[number].tiers == (tier,)]
-        need = extra + self._home_bytes(fixed, births)
-        if need <= budget[tier] or (not fixed and need < in_all):
-            return None
-        largest = max(fixed, key=lambda number: int(needs.nbytes[number]), default=None)
-        named = "" if largest is None else f", the largest of them {needs.names[largest]}"
-        what = f"what can be nowhere else{named}," if fixed else "the buffer between device and disk"
-        return (
-            f"{what} takes {format_bytes(need)} ({need} bytes) of the {tier}{_of_it(extra) if fixed else ''}, but the "
-            f"budget is {format_bytes(budget[tier])} of {tier}; give --budget {tier}={need} or more"
-        )
-
-
-def _of_it(buffer_bytes: int) -> str:
-    return f", {format_bytes(buffer_bytes)} of it the buffer between device and disk" if buffer_bytes else ""
-
-
-def _makes_home(step: Step) -> bool:
-    return step.event is Event.STORE or (step.event is Event.CREATE and step.at_home)
+        """Return ``placement`` with a home for everything that does not stay. Raises as `engine.homes.housed` does."""
+        return housed(placement, self._order, budget, staging_bytes)

@@ -67,13 +67,13 @@ _SMALL_PIECE_BYTES, _MANY_PIECES = 4 * KIB, 1024
 class ChoiceSpace(Protocol):
     """The plans that one plan could have been: the same work under other choices.
 
-    Every choice has a ladder of values. Down a ladder, the plan's compute time does not fall. Combinations that are
-    not declared are not looked at, and neither are those that are further down the ladders.
+    Every choice has a ladder of values, along which the plan mostly gets slower and needs less. Combinations that are
+    not declared are not looked at.
     """
 
     @property
     def ladders(self) -> Mapping[str, Sequence[int]]:
-        """Every choice's values, from the fastest to the slowest."""
+        """Every choice's values, from what is mostly the fastest to the leanest."""
 
     def declares(self, choices: Choices) -> bool:
         """Return whether a combination of values from the ladders is one that the planner may choose."""

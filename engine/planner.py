@@ -142,6 +142,7 @@ class Planner:
     profile: HardwareProfile
     fixed: Choices = field(default_factory=dict)
     _lowered: dict[Hashable, Plan] = field(default_factory=dict, init=False, repr=False)
+    _found: dict[Budget, Found] = field(default_factory=dict, init=False, repr=False)
     _portfolios: dict[int, Portfolio] = field(default_factory=dict, init=False, repr=False)  # each holds its plan
 
     def forecast(self, budget: Budget) -> Forecast:
@@ -162,6 +163,11 @@ class Planner:
 
     def best(self, budget: Budget) -> Found:
         """Return the fastest choices within ``budget``. Raises DoesNotFitError as `forecast` does."""
+        if budget not in self._found:
+            self._found[budget] = self._search(budget)
+        return self._found[budget]
+
+    def _search(self, budget: Budget) -> Found:
         self._check_smallest(budget)
         frontier, best = Frontier(self._lattice, self._bounds), None
         for choices in self._leanest:  # some of them may lie beside the lattice

@@ -47,7 +47,7 @@ def recipe_keys(stages: Iterable[Stage], code_version: str) -> dict[str, str]:
     for stage in stages:
         inputs = [[name, made_by.get(name, "")] for name in stage.used]
         keys[stage.name] = digest([stage.kind, code_version, stage.config, inputs])
-        made_by.update(dict.fromkeys(stage.changes(), keys[stage.name]))
+        made_by.update(dict.fromkeys(stage.changed, keys[stage.name]))
     return keys
 
 

@@ -15,8 +15,9 @@ from that on small plans is measured by `python -m tests.benchmarks.schedule_aga
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from engine.budget import Budget, Tier
 from engine.errors import DoesNotFitError
@@ -155,40 +156,47 @@ def make_schedule(plan: Plan, budget: Budget, profile: HardwareProfile) -> Sched
     return write_down(placement, budget, seconds)
 
 
-def best_placement(portfolio: Portfolio, budget: Budget) -> tuple[Placement, float]:
+Timed = tuple[Placement, float]
+# A placement, and the seconds of the plan under it.
+
+
+def best_placement(portfolio: Portfolio, budget: Budget) -> Timed:
     """Return the fastest placement that is found in any order, with its time."""
     _check_device(portfolio.own.needs.floor, budget)
-    best: tuple[Placement, float] | None = None
+    tries = (partial(best_in_order, placer, budget) for placer in portfolio.placers())
+    return _fastest(tries, portfolio.own.total_compute_s)
+
+
+def best_in_order(placer: Placer, budget: Budget) -> Timed:
+    """Return the fastest placement that is found in the order of a placer, with its time."""
+    staging_bytes = staging_need(placer.needs.plan)
+
+    def timed(candidate: Placement) -> Timed:
+        placement = placer.housed(candidate, budget, staging_bytes)
+        return placement, placer.seconds(placement)
+
+    tries = (partial(timed, candidate) for candidate in placer.candidates(budget.device_bytes))
+    return _fastest(tries, placer.total_compute_s)
+
+
+def _fastest(tries: Iterable[Callable[[], Timed]], least_s: float) -> Timed:
+    """Return the fastest of what ``tries`` find, which no more are made of once one takes ``least_s``.
+
+    Raises:
+        DoesNotFitError: all of them raised that; it is the first one's.
+    """
+    best: Timed | None = None
     refusal: DoesNotFitError | None = None
-    for placer in portfolio.placers():
+    for attempt in tries:
         try:
-            found = best_in_order(placer, budget)
+            found = attempt()
         except DoesNotFitError as error:
             refusal = refusal or error
             continue
         if best is None or found[1] < best[1]:
             best = found
-        if best[1] <= placer.total_compute_s:  # no other order is faster
+        if best[1] <= least_s:
             break
-    if best is None:
-        raise refusal or DoesNotFitError("no schedule was found")
-    return best
-
-
-def best_in_order(placer: Placer, budget: Budget) -> tuple[Placement, float]:
-    """Return the fastest placement that is found in the order of a placer, with its time."""
-    staging_bytes = staging_need(placer.needs.plan)
-    best: tuple[Placement, float] | None = None
-    refusal: DoesNotFitError | None = None
-    for candidate in placer.candidates(budget.device_bytes):
-        try:
-            placement = placer.housed(candidate, budget, staging_bytes)
-        except DoesNotFitError as error:
-            refusal = refusal or error
-            continue
-        seconds = placer.seconds(placement)
-        if best is None or seconds < best[1]:
-            best = placement, seconds
     if best is None:
         raise refusal or DoesNotFitError("no schedule was found")
     return best

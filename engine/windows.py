@@ -94,8 +94,8 @@ class Search:
     copies_s: list[float] = field(default_factory=list)
     alongside_s: list[float] = field(default_factory=list)
     price_s: float = 0.0
-    seen: float = 0.0
-    covered_s: list[float] = field(default_factory=list)
+    seen: float = field(init=False)
+    covered_s: list[float] = field(init=False)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:

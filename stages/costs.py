@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from engine.plan import Cost
 from models.geometry import Geometry
@@ -44,47 +45,45 @@ class ChunkCosts:
 
     def forward(self, chunk: Chunk, span: Span, *, prefix_tokens: float, pages: float) -> Cost:
         """Return the cost of a chunk's forward through a span, behind a prefix in so many pages."""
-        sizes = self._sizes_of(span)
-        scored = chunk.max_rows if span.is_last else 0
-        beside = forward_operators(chunk, span, pages=pages, own_pages=self._own_pages(chunk), kept=self.stored_inputs)
-        return (
-            beside
-            + sizes.head_cost(rows=scored, backward=False, block_rows=self.head_rows)
-            + sizes.forward_cost(
-                rows=len(chunk.nodes) * chunk.max_tokens,
-                tokens=chunk.max_tokens,
-                prefix_tokens=prefix_tokens,
-                pages=pages,
-                through_last=_runs_last(chunk, span),
-            )
-        )
+        own_pages = self._own_pages(chunk)
+        beside = forward_operators(chunk, span, pages=pages, own_pages=own_pages, kept=self.stored_inputs)
+        layers = self._sizes_of(span).forward_cost(**_seen(chunk, span, prefix_tokens, pages))
+        return beside + self._head(chunk, span, backward=False) + layers
 
     def backward(self, chunk: Chunk, span: Span, *, prefix_tokens: float, pages: float) -> Cost:
         """Return the cost of a chunk's backward; it is cheaper where the forward kept something."""
-        sizes = self._sizes_of(span)
-        scored = chunk.max_rows if span.is_last else 0
-        beside = backward_operators(chunk, span, pages=pages, own_pages=self._own_pages(chunk), kept=self.stored_inputs)
-        return (
-            beside
-            + sizes.head_cost(rows=scored, backward=True, block_rows=self.head_rows)
-            + sizes.backward_cost(
-                rows=len(chunk.nodes) * chunk.max_tokens,
-                tokens=chunk.max_tokens,
-                prefix_tokens=prefix_tokens,
-                pages=pages,
-                through_last=_runs_last(chunk, span),
-                again=0 if self.stored_inputs else len(span.layers) - (not scored),
-                recalls_attention=self.stored_inputs > 1,
-            )
+        own_pages = self._own_pages(chunk)
+        beside = backward_operators(chunk, span, pages=pages, own_pages=own_pages, kept=self.stored_inputs)
+        layers = self._sizes_of(span).backward_cost(
+            **_seen(chunk, span, prefix_tokens, pages),
+            again=0 if self.stored_inputs else len(span.layers) - (not self._scored(chunk, span)),
+            recalls_attention=self.stored_inputs > 1,
         )
+        return beside + self._head(chunk, span, backward=True) + layers
+
+    def _head(self, chunk: Chunk, span: Span, *, backward: bool) -> Cost:
+        return self._sizes_of(span).head_cost(
+            rows=self._scored(chunk, span), backward=backward, block_rows=self.head_rows
+        )
+
+    @staticmethod
+    def _scored(chunk: Chunk, span: Span) -> int:
+        """Return how many of a chunk's rows meet the head behind a span."""
+        return chunk.max_rows if span.is_last else 0
 
     def _own_pages(self, chunk: Chunk) -> int:
         return 0 if chunk.max_rows else -(-chunk.max_tokens // self.page_tokens)
 
 
-def _runs_last(chunk: Chunk, span: Span) -> bool:
-    """Return whether a chunk goes through the whole of a span's last layer."""
-    return bool(chunk.max_rows) or not span.is_last
+def _seen(chunk: Chunk, span: Span, prefix_tokens: float, pages: float) -> dict[str, Any]:
+    """Return what a span's layers see of a chunk; ``through_last`` says whether it goes through all of its last one."""
+    return {
+        "rows": len(chunk.nodes) * chunk.max_tokens,
+        "tokens": chunk.max_tokens,
+        "prefix_tokens": prefix_tokens,
+        "pages": pages,
+        "through_last": bool(chunk.max_rows) or not span.is_last,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -222,11 +222,16 @@ class GrpoSpace:
             exact=self.settings.gradient == "exact",
         )
         total, number = self._other_cost
-        for step in self._unlike_steps:
-            cost, stages = costs.total([tree for _, tree in self.trees(step, "")])
+        for trees in self._unlike_trees:
+            cost, stages = costs.total(trees)
             total += cost.times(self.settings.epochs_per_step)
             number += stages * self.settings.epochs_per_step
         return total, number
+
+    @cached_property
+    def _unlike_trees(self) -> list[list[Node]]:
+        """The token trees of the steps of a sketch, which are asked for under all choices."""
+        return [[tree for _, tree in self.trees(step, "")] for step in self._unlike_steps]
 
     @cached_property
     def _other_cost(self) -> tuple[Cost, int]:

@@ -206,7 +206,7 @@ class _Model:
         self.changers: dict[str, list[int]] = {value.name: [] for value in self.values}
         for i, stage in enumerate(self.stages):
             for table, names in (
-                (self.users, stage.used), (self.residents, stage.resident()), (self.changers, stage.changes())
+                (self.users, stage.used), (self.residents, stage.resident()), (self.changers, stage.changed)
             ):  # fmt: skip
                 for name in dict.fromkeys(names):
                     table[name].append(i)
@@ -498,7 +498,7 @@ class _Model:
                     here.discard(name)
                     changed.discard(name)
                 case Run():
-                    changed.update(here.intersection(schedule.stages[p].changes()))
+                    changed.update(here.intersection(schedule.stages[p].changed))
                     for name in here:
                         seen["here"][name].add(p)
                     for name in changed:

@@ -247,7 +247,7 @@ class Replay:
             place = Tier.DEVICE if Tier.DEVICE in self.where[name] else next(iter(self.where[name]))
             assert place in self.newest[name], f"{stage.name} finds {name} out of date"
             assert name not in self.alongside, f"{stage.name} uses {name} while it is copied"
-            if name in stage.changes():
+            if name in stage.changed:
                 self.newest[name] = {place}
         buffers = instruction.slots * sum(
             self._largest_movable_piece(stream.values)
