@@ -3,13 +3,14 @@
 Two measurements. Plans that were made to be measured are executed, and the seconds of their stages, beside their
 costs, give the prices of work (`engine.fitting`). Pieces are streamed by stages that do nothing else, from host and
 disk, small ones and large ones, which gives bandwidths and prices of pieces; once more beside matrix products of the
-same length, with one buffer and with two, which gives the overlap. A Value of many small arrays is spilled to the disk
-and dropped there, which beyond its pieces gives the price of an array.
+same length, with one buffer and with two, which gives the overlap. Values of many arrays are spilled to the disk and
+dropped there: large ones give the rate of new files, small ones, beyond their pieces, the price of an array.
 
 So the figures include what the engine adds: an operator's price that of counting its bytes, a piece's that of its
 checksum. Files that were just written are read from the operating system's cache, as they mostly are in a run.
 
-Of several measurements of the same thing the shortest counts: what disturbs a machine makes it slower, never faster.
+Of a stage's times the median counts, since a run has no luck everywhere; of a transfer's the shortest, since those are
+too short for a machine's unrest to even out.
 Where other programs had the processor meanwhile, or a figure can't be right, the calibration says so.
 """
 
@@ -19,6 +20,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 
 from engine.budget import UNLIMITED_BYTES, Budget, Tier
-from engine.fitting import Observation, fit_profile
+from engine.fitting import Observation, fit_profile, together
 from engine.hardware import PROFILES, HardwareProfile
 from engine.memory import LiveBytes, keep_freed_memory
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
@@ -65,6 +67,8 @@ ROUNDS = 3
 _SMALL_BYTES, _LARGE_BYTES = MIB // 16, 2 * MIB
 # Sizes of a piece: at the small one its price counts, at the large one bandwidth. Pages of real models lie between.
 _NUM_PIECES = 24
+_OVERLAP_ROUNDS = 20
+# Hundredths of a second each, in which a thread has to be woken at the right moments.
 _ROOMY = Budget(device_bytes=UNLIMITED_BYTES, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
 _LEAST_PART = 0.1
 # Of a time that each of its two parts takes at least, whatever was measured.
@@ -146,11 +150,14 @@ def calibrate(
         tell("measuring transfers")
         known = _measure_transfers(replace(PROFILES["cpu"], name=name), Path(folder), rounds, clock)
         observations: list[Observation] = []
+        plans_as_wholes: list[Observation] = []
         share = _Share(clock)
         for index, make in enumerate(plans):
             tell(f"measuring stages of plan {index + 1}")
-            observations += observe(make(), Path(folder) / f"plan{index}", rounds, clock, share)
-    profile = fit_profile(name, observations, known)
+            stages = observe(make(), Path(folder) / f"plan{index}", rounds, clock, share)
+            observations += stages
+            plans_as_wholes.append(together(f"plan {index + 1}", stages))
+    profile = fit_profile(name, observations + plans_as_wholes, known)
     found = Calibration(profile=profile, observations=tuple(observations), processor_share=share.of_processor)
     for doubt in found.doubts():
         tell(doubt)
@@ -182,15 +189,15 @@ def observe(plan: Plan, folder: Path, rounds: int, clock: Clock, share: _Share) 
     Models that were made to be measured draw them, which no price of work is about.
     """
     planned = forecast(plan, _ROOMY, PROFILES["cpu"])
-    fastest: dict[str, float] = {}
+    taken: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(rounds):
         recording = Recording(planned.plan, planned.budget, process=MEASURED_TIMES, clock=clock)
         with share.counted():
             execute(planned, folder / f"run{number}", recording=recording)
         for name, span in recording.stages().items():
-            fastest[name] = min(span.seconds, fastest.get(name, span.seconds))
+            taken[name].append(span.seconds)
     return [
-        Observation(name=stage.name, cost=stage.cost, seconds=fastest[stage.name])
+        Observation(name=stage.name, cost=stage.cost, seconds=statistics.median(taken[stage.name]))
         for stage in planned.schedule.stages
         if not any(_is_loaded(planned.plan.values[name]) for name in stage.writes)
     ]
@@ -237,10 +244,10 @@ class _Bench:
     def _stage(self, run: Callable[[Any], None]) -> Stage:
         return Stage(name="transfer", kind="transfer", run=run, streams=(Stream(values=("pieces",), updates=True),))
 
-    def seconds(self, run: Callable[[Any], None], slots: int = 1) -> float:
-        """Return the shortest time of ``run`` a piece."""
+    def seconds(self, run: Callable[[Any], None], slots: int = 1, *, rounds: int = 0) -> float:
+        """Return the shortest time of ``run`` a piece, in ``rounds`` (or as many as usual)."""
         taken = []
-        for _ in range(self._rounds):
+        for _ in range(rounds or self._rounds):
             started_s = self._clock()
             with self._machine.meter:
                 self._machine.run(self._stage(run), slots)
@@ -267,8 +274,10 @@ def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int, clock:
     disks = [_Bench(Tier.DISK, nbytes, folder / f"disk{nbytes}", rounds, clock) for nbytes in sizes]
     read = [disk.seconds(_read) for disk in disks]
     write = [disk.seconds(_change) - seconds for disk, seconds in zip(disks, read, strict=True)]
+    spilled = [_spill_s(nbytes, folder / f"arrays{nbytes}", rounds, clock) for nbytes in sizes]
     disk_read, read_s = _line(*map(_beyond, read, host))
-    disk_write, write_s = _line(*map(_beyond, write, host))
+    disk_write, _ = _line(*map(_beyond, spilled, host))
+    _, write_s = _line(*map(_beyond, write, host))
     measured = replace(
         known,
         host_link_bytes_per_s=link_bytes_per_s,
@@ -278,14 +287,13 @@ def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int, clock:
         file_s=(read_s + write_s) / 2,
         overlap=_measure_overlap(disks[-1], read[-1]),
     )
-    spilled_s = _spill_s(folder / "arrays", rounds, clock)
     piece_s = measured.transfer_s(Tier.DEVICE, Tier.DISK, _SMALL_BYTES, 1)
-    return replace(measured, array_s=max(0.0, spilled_s - piece_s))
+    return replace(measured, array_s=max(0.0, spilled[0] - piece_s))
 
 
-def _spill_s(folder: Path, rounds: int, clock: Clock) -> float:
-    """Return the shortest time in which an array of one small piece is made on the disk, written, and removed."""
-    spec = TensorSpec(shape=(1, _SMALL_BYTES // 4), dtype="float32")
+def _spill_s(nbytes: int, folder: Path, rounds: int, clock: Clock) -> float:
+    """Return the shortest time in which an array of one piece is made on the disk, written, and removed."""
+    spec = TensorSpec(shape=(1, nbytes // 4), dtype="float32")
     value = Value(name="arrays", tensors={f"array{number}": spec for number in range(_NUM_PIECES)})
     plan = Plan(name="arrays")
     plan.value(value)
@@ -316,7 +324,7 @@ def _measure_overlap(disk: _Bench, transfer_s: float) -> float:
             context.piece("pieces", index)
             compute()
 
-    alone_s, both_s = disk.seconds(read_and_compute, slots=1), disk.seconds(read_and_compute, slots=2)
+    alone_s, both_s = (disk.seconds(read_and_compute, slots, rounds=_OVERLAP_ROUNDS) for slots in (1, 2))
     hidden_s = alone_s - both_s
     return min(1.0, max(0.0, hidden_s / min(transfer_s, max(_LEAST_S, alone_s - transfer_s))))
 

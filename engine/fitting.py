@@ -1,8 +1,8 @@
 """Prices of work from stages that were run: the least-squares fit behind ``engine calibrate``.
 
 A profile's time is linear in its prices (`engine.hardware`), so stages whose cost and time are known are linear
-equations for them. Each stage counts with the square of its relative error, times the square root of its time: the sum
-over a plan is what has to be right. A machine's plans can't tell every kind from every other (in one model the
+equations for them. Each counts with the square of its relative error, times the square root of its time. Relative
+errors alone would make sums too small, so a plan as a whole is an equation like a stage. A machine's plans can't tell every kind from every other (in one model the
 softmax's scores and the FLOPs around them always come together), so the prices of a known profile are equations, too,
 of little weight: they decide where the stages don't.
 
@@ -45,11 +45,22 @@ _LEAST_PART = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """A stage that was run: what it costs, and the seconds it took."""
+    """A stage that was run, or ``num_stages`` of them together: what it costs, and the seconds it took."""
 
     name: str
     cost: Cost
     seconds: float
+    num_stages: int = 1
+
+
+def together(name: str, observations: Sequence[Observation]) -> Observation:
+    """Return what was observed of several stages as one."""
+    return Observation(
+        name=name,
+        cost=sum((item.cost for item in observations), Cost()),
+        seconds=sum(item.seconds for item in observations),
+        num_stages=sum(item.num_stages for item in observations),
+    )
 
 
 def fit_profile(name: str, observations: Sequence[Observation], known: HardwareProfile) -> HardwareProfile:
@@ -83,7 +94,7 @@ def _fit(observations: Sequence[Observation], known: HardwareProfile) -> Numbers
     listed = known.prices()
     scale = np.array([*(listed[kind] for kind in FITTED), known.stage_s])
     seconds = np.array([item.seconds for item in observations])
-    work = np.array([[*(item.cost.by_kind()[kind] for kind in FITTED), 1.0] for item in observations])
+    work = np.array([[*(item.cost.by_kind()[kind] for kind in FITTED), item.num_stages] for item in observations])
     weight = seconds**-0.75 / np.sum(seconds**0.5) ** 0.5
     rows = np.vstack([weight[:, None] * work * scale, _KNOWN_WEIGHT * np.eye(len(scale))])
     wanted = np.concatenate([weight * seconds, np.full(len(scale), _KNOWN_WEIGHT)])

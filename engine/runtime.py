@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,14 @@ from engine.planner import Forecast, peak_bytes_at
 from engine.recipe import plan_fingerprint, recipe_keys
 from engine.resume import kept_files
 from engine.run import METRICS_FILE, RunDirectory
-from engine.schedule import Copy, Create, filled_tier
+from engine.schedule import Copy, Create, Run, Schedule, filled_tier
 from engine.store import Store
 from engine.trace import MEASURED, Recording, chrome_trace
 from engine.units import MIB, format_bytes
 from engine.worker import Taps, TorchMachine
 
 MUCH_FREED_BYTES = 16 * MIB
-# By a stage: what it worked with goes back to the operating system at its end. Less is not worth a system call.
+# What stages have freed and the next one does not take again goes back to the operating system. Less is not worth it.
 
 CHECKSUMS_A_RECORD = 4000
 # Keeps a record well below the journal's cap; a Value has as many chunks as the model has layers.
@@ -98,10 +99,17 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class _Checked:
-    """Observer that sets measured beside planned bytes of every stage and stops a run that passes them."""
+    """Observer that sets measured beside planned bytes of every stage and stops a run that passes them.
+
+    It also returns freed memory, where the next stage does not work in it again: memory that comes back is paid for in
+    page faults. ``taken_bytes`` are the most that were live since memory was last returned, ``then_bytes`` the room
+    that the stage after each takes to work in.
+    """
 
     machine: TorchMachine
     recording: Recording
+    then_bytes: Mapping[str, int]
+    taken_bytes: int = 0
     overall: dict[str, int] = field(default_factory=lambda: {DEVICE: 0, HOST: 0})
     last_peak: dict[str, int] = field(default_factory=dict)
 
@@ -113,8 +121,7 @@ class _Checked:
         if not is_plain(self.machine.results):
             raise StageFailedError(f"stage {stage.name} reports something other than plain data; use numbers and text")
         self.last_peak = peak
-        if peak[DEVICE] - self.machine.meter.live[DEVICE] >= MUCH_FREED_BYTES:
-            return_freed_memory()
+        self._return_memory(stage)
         self.recording.measured(peak, {**self.machine.meter.live, str(Tier.DISK): self.machine.disk_bytes})
         self._note_peak()
         for tier, limit in planned_bytes.items():
@@ -125,6 +132,14 @@ class _Checked:
                     f"{format_bytes(limit)} ({limit} bytes) planned for it; the run was stopped"
                     f"{_what_to_declare(stage, measured - limit, tier)}{at(stage.origin)}"
                 )
+
+    def _return_memory(self, stage: Stage) -> None:
+        meter = self.machine.meter
+        live_bytes = meter.live[DEVICE] + meter.live[HOST]
+        self.taken_bytes = max(self.taken_bytes, meter.peak[DEVICE] + meter.live[HOST], live_bytes)
+        if self.taken_bytes - live_bytes - self.then_bytes.get(stage.name, 0) >= MUCH_FREED_BYTES:
+            return_freed_memory()
+            self.taken_bytes = live_bytes
 
     def _note_peak(self) -> None:
         meter = self.machine.meter
@@ -296,7 +311,7 @@ class _Run:
         keep_freed_memory()
         plan, schedule = self.forecast.plan, self.forecast.schedule
         keys = recipe_keys(schedule.stages, engine.CODE_VERSION)
-        checked = _Checked(machine=machine, recording=self.recording)
+        checked = _Checked(machine=machine, recording=self.recording, then_bytes=_next_scratch(schedule))
         journaled = _Journaled(journal=self.journal, machine=machine, checked=checked, keys=keys)
         started = time.monotonic()
         with machine.meter:
@@ -340,6 +355,12 @@ def _plan_record(forecast: Forecast, recipe: Mapping[str, Any]) -> PlanRecord:
         code_version=engine.CODE_VERSION,
         recipe=dict(recipe),
     )
+
+
+def _next_scratch(schedule: Schedule) -> dict[str, int]:
+    """Return, for every stage but the last, the bytes of workspace and buffers of the one behind it."""
+    runs = [item for item in schedule.instructions if isinstance(item, Run)]
+    return {run.stage: then.workspace_bytes + then.buffer_bytes for run, then in pairwise(runs)}
 
 
 def _uses_disk(forecast: Forecast) -> bool:

@@ -95,15 +95,15 @@ class TorchMachine:
             self._staging = torch.empty(staging_bytes, dtype=torch.uint8)
 
     def create(self, value: Value, tier: Tier) -> None:
-        self.held[value.name] = Held(tier) if value.provided else self._new_copy(value, tier)
+        self.held[value.name] = Held(tier) if value.provided else self._new(value, tier, zero=True)
 
     def copy(self, value: Value, source: Tier, target: Tier, *, alongside: bool) -> None:
         if target is Tier.DEVICE:
-            home, copy = self.held[value.name], self._new_copy(value, Tier.DEVICE)
+            home, copy = self.held[value.name], self._new(value, Tier.DEVICE)
             self._homes[value.name], self.held[value.name] = home, copy
             work = partial(self._fill, value, home, copy)
         else:
-            home = self._homes.get(value.name) or self._new_copy(value, target)
+            home = self._homes.get(value.name) or self._new(value, target)
             self._homes[value.name] = home
             work = partial(self._fill, value, self.held[value.name], home)
         if alongside:
@@ -112,18 +112,22 @@ class TorchMachine:
             work()
             self.note_disk()
 
-    def _new_copy(self, value: Value, tier: Tier) -> Held:
-        copy = Held(tier)
+    def _new(self, value: Value, tier: Tier, *, zero: bool = False) -> Held:
+        """Make room for a Value on a tier; on the disk what was never written is zero in any case."""
+        made = Held(tier)
         if tier is Tier.DISK:
             self._declare(value)
         else:
-            copy.tensors = {key: self._allocate(spec, tier) for key, spec in value.tensors.items()}
-        return copy
+            made.tensors = {key: self._allocate(spec, tier) for key, spec in value.tensors.items()}
+            if zero:
+                for tensor in made.tensors.values():
+                    tensor.zero_()
+        return made
 
     def _fill(self, value: Value, source: Held, target: Held) -> None:
         """Copy all that a Value holds, without making a tensor: it may be done by a thread.
 
-        Pieces that were never written to the disk are zero, and so is a copy that is new.
+        Pieces that were never written to the disk are zero.
         """
         for key, spec in value.tensors.items():
             if Tier.DISK not in (source.tier, target.tier):
@@ -133,9 +137,12 @@ class TorchMachine:
                 if target.tier is Tier.DISK:
                     self.write_piece(value.name, key, index, piece_of(source.tensors[key], spec, index))
                     target.written.add((key, index))
-                elif (key, index) in source.written:
-                    rows = as_rows(piece_of(target.tensors[key], spec, index), spec)
-                    self.disk().read_chunk(f"{value.name}/{key}", chunk_index(spec, index), as_numpy(rows))
+                    continue
+                rows = as_numpy(as_rows(piece_of(target.tensors[key], spec, index), spec))
+                if (key, index) in source.written:
+                    self.disk().read_chunk(f"{value.name}/{key}", chunk_index(spec, index), rows)
+                else:
+                    rows.fill(0)
 
     @contextmanager
     def _copies_alongside(self) -> Iterator[None]:
@@ -185,8 +192,8 @@ class TorchMachine:
     def _allocate(self, spec: TensorSpec, tier: Tier) -> torch.Tensor:
         if tier is Tier.HOST:
             with self.meter.on_host():
-                return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
-        return torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=self.device)
+                return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self.device)
 
     @property
     def disk_bytes(self) -> int:

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.predicted_time [--calibration FILE] [--only WORD]
 
-Without ``--calibration`` the machine is calibrated first. Every plan is executed ``--rounds`` times, and the fastest
-run counts, from the end of the load stage to the end of the last one: how long weights take to load depends on whether
+Without ``--calibration`` the machine is calibrated first. Every plan is executed ``--rounds`` times, and the median
+counts, from the end of the load stage to the end of the last one: how long weights take to load depends on whether
 they are in the operating system's cache. Run it on an idle machine: with fewer cores than threads every figure is
 several times too long. On a busy one, ``--processor-time`` with OMP_NUM_THREADS=1 says whether work is priced right:
 one thread's processor time is what it would take alone, but for waiting (for the disk, or for another thread).
@@ -101,14 +101,14 @@ def seconds_after_load(recording: Recording) -> float:
 
 
 def measure(planned: Forecast, rounds: int, clock: Clock) -> float:
-    """Return the time of the fastest of several runs."""
+    """Return the median time of several runs."""
     taken = []
     for _ in range(rounds):
         recording = Recording(planned.plan, planned.budget, process=MEASURED_TIMES, clock=clock)
         with tempfile.TemporaryDirectory(prefix="longstraw-bench-") as folder:
             execute(planned, Path(folder) / "run", recording=recording)
         taken.append(seconds_after_load(recording))
-    return min(taken)
+    return statistics.median(taken)
 
 
 def calibrated(clock: Clock) -> HardwareProfile:
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Simulated against measured time.")
     parser.add_argument("--calibration", metavar="FILE.json", help="a profile that engine calibrate wrote")
     parser.add_argument("--only", metavar="WORD", default="", help="only plans with this word in their name")
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="how often each plan is executed")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often each plan is executed")
     parser.add_argument("--processor-time", action="store_true", help="measure processor time; see above")
     options = parser.parse_args(arguments)
     clock = time.process_time if options.processor_time else time.perf_counter

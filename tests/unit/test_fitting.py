@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import UsageError
-from engine.fitting import FITTED, Observation, fit_profile
+from engine.fitting import FITTED, Observation, fit_profile, together
 from engine.hardware import PROFILES, HardwareProfile
 from engine.plan import Cost
 
@@ -74,3 +74,12 @@ def test_no_price_is_ever_nothing_whatever_was_measured(rows: list[tuple[str, fl
 def test_nothing_can_be_fitted_to_nothing() -> None:
     with pytest.raises(UsageError, match="no stages at all"):
         fit_profile("found", [], CPU)
+
+
+def test_a_plan_as_a_whole_is_not_underestimated_where_equal_stages_take_different_times() -> None:
+    cost = Cost(flops=UNITS["flops"])
+    stages = [Observation(name="stage", cost=cost, seconds=seconds) for seconds in (0.004, 0.01, 0.03, 0.006)]
+    whole = together("plan", stages)
+    alone, as_well = (fit_profile("found", rows, CPU) for rows in (stages, [*stages, whole]))
+    assert whole.num_stages == 4
+    assert alone.seconds(cost) < as_well.seconds(cost) <= whole.seconds / 4
