@@ -1,17 +1,18 @@
 """``engine calibrate``: what this machine takes, measured by the engine itself.
 
-Two measurements. Plans that were made to be measured are executed, and the seconds of their stages, beside their
-costs, give the prices of work (`engine.fitting`). Pieces are streamed by stages that do nothing else, from host and
-disk, small ones and large ones, which gives bandwidths and prices of pieces; once more beside matrix products of the
-same length, with one buffer and with two, which gives the overlap. Values of many arrays are spilled to the disk and
-dropped there: large ones give the rate of new files, small ones, beyond their pieces, the price of an array.
+Plans that were made to be measured are executed, and the seconds of their stages, beside their costs, give the prices
+of work (`engine.fitting`). Transfers are measured by themselves:
+
+- Pieces are streamed by stages that do nothing else, from host and disk, small ones and large ones: bandwidths, and
+  prices of pieces. Once more beside matrix products of the same length, with one buffer and with two: the overlap.
+- A large Value is copied to the device: the rate at which memory is taken anew.
+- Values of many arrays are spilled to the disk and dropped there: the rate of new files, and the price of an array.
 
 So the figures include what the engine adds: an operator's price that of counting its bytes, a piece's that of its
 checksum. Files that were just written are read from the operating system's cache, as they mostly are in a run.
 
 Of a stage's times the median counts, since a run has no luck everywhere; of a transfer's the shortest, since those are
-too short for a machine's unrest to even out.
-Where other programs had the processor meanwhile, or a figure can't be right, the calibration says so.
+too short for a machine's unrest to even out. Where other programs had the processor meanwhile, or a figure can't be right, the calibration says so.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 from engine.budget import UNLIMITED_BYTES, Budget, Tier
 from engine.fitting import Observation, fit_profile, together
 from engine.hardware import PROFILES, HardwareProfile
-from engine.memory import LiveBytes, keep_freed_memory
+from engine.memory import MMAP_THRESHOLD_BYTES, LiveBytes, keep_freed_memory
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.planner import forecast
 from engine.runtime import execute
@@ -67,6 +68,8 @@ ROUNDS = 3
 _SMALL_BYTES, _LARGE_BYTES = MIB // 16, 2 * MIB
 # Sizes of a piece: at the small one its price counts, at the large one bandwidth. Pages of real models lie between.
 _NUM_PIECES = 24
+_FRESH_BYTES = 2 * MMAP_THRESHOLD_BYTES
+# Memory that is certainly not what was just freed.
 _OVERLAP_ROUNDS = 20
 # Hundredths of a second each, in which a thread has to be woken at the right moments.
 _ROOMY = Budget(device_bytes=UNLIMITED_BYTES, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
@@ -281,6 +284,7 @@ def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int, clock:
     measured = replace(
         known,
         host_link_bytes_per_s=link_bytes_per_s,
+        fresh_bytes_per_s=_fresh_bytes_per_s(link_bytes_per_s, rounds, clock),
         copy_s=copy_s,
         disk_read_bytes_per_s=disk_read,
         disk_write_bytes_per_s=disk_write,
@@ -289,6 +293,23 @@ def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int, clock:
     )
     piece_s = measured.transfer_s(Tier.DEVICE, Tier.DISK, _SMALL_BYTES, 1)
     return replace(measured, array_s=max(0.0, spilled[0] - piece_s))
+
+
+def _fresh_bytes_per_s(link_bytes_per_s: float, rounds: int, clock: Clock) -> float:
+    """Return the rate at which memory is taken anew: what a copy of a large tensor takes beyond the link."""
+    value = Value(name="large", tensors={"large": TensorSpec(shape=(_FRESH_BYTES // 4,), dtype="float32")})
+    plan = Plan(name="large")
+    plan.value(value)
+    machine = TorchMachine(plan, meter=LiveBytes(), store=None, directory=None)
+    taken = []
+    with machine.meter:
+        machine.create(value, Tier.HOST)
+        for _ in range(rounds):
+            started_s = clock()
+            machine.copy(value, Tier.HOST, Tier.DEVICE, alongside=False)
+            machine.drop(value, Tier.DEVICE)
+            taken.append(clock() - started_s)
+    return _FRESH_BYTES / _beyond(statistics.median(taken), _FRESH_BYTES / link_bytes_per_s)
 
 
 def _spill_s(nbytes: int, folder: Path, rounds: int, clock: Clock) -> float:

@@ -6,7 +6,8 @@ products are slow without further ado, since the weights that they read are traf
 where R = flops_per_s * item_bytes / (2 * weight_bytes_per_s). That rate is below the memory's where a library packs
 weights anew for every product, as those for CPUs do. Transfers between tiers take bytes over bandwidth and a price for
 each piece; of what a stage transfers while it computes, the part ``overlap`` is hidden. An array on the disk is made
-before its first piece and removed in the end, which has a price of its own. Files that a stage reads by itself cross
+before its first piece and removed in the end, which has a price of its own. A whole Value that is copied to the device
+or the host takes memory there anew, which has a rate of its own, too: on a CPU that of page faults. Files that a stage reads by itself cross
 disk and link as pieces do; those that it writes are durable before it ends, at a rate of its own.
 
 The sum makes times monotone (more work never takes less) and rates measurable: a least-squares fit of stages that
@@ -49,6 +50,7 @@ class HardwareProfile:
         weight_bytes_per_s: of weights that matrix products read.
         kernel_s: price of an operator, ``stage_s`` of a stage.
         host_link_bytes_per_s: between device and host, in either direction.
+        fresh_bytes_per_s: of memory that a copy takes anew, on the device or the host.
         copy_s: price of a piece that moves between device and host, ``file_s`` of one that moves to or from disk.
         array_s: price of an array that comes to be on the disk, and goes: a tensor of a Value with its home there.
         saved_bytes_per_s: of files that stages write themselves, with all that makes them durable.
@@ -65,6 +67,7 @@ class HardwareProfile:
     kernel_s: float
     stage_s: float
     host_link_bytes_per_s: float
+    fresh_bytes_per_s: float
     copy_s: float
     disk_read_bytes_per_s: float
     disk_write_bytes_per_s: float
@@ -140,6 +143,7 @@ def _accelerator(
         kernel_s=_OPERATOR_S,
         stage_s=5e-4,
         host_link_bytes_per_s=_LINK * link_bytes_per_s,
+        fresh_bytes_per_s=_MEMORY * memory_bytes_per_s,
         copy_s=2e-5,
         disk_read_bytes_per_s=5e9,  # assumed: one good NVMe drive
         disk_write_bytes_per_s=3e9,
@@ -153,13 +157,13 @@ def _accelerator(
 PROFILES = {
     profile.name: profile
     for profile in (
-        # Two server cores, float32: rounded from a fit to stages measured on a busy AMD EPYC (Zen 4). What transfers
-        # take is a guess.
+        # Two server cores, float32: rounded from what engine calibrate measured on an AMD EPYC (Zen 4), a virtual machine,
+        # with files in the operating system's cache.
         HardwareProfile(
             name="cpu", flops_per_s=1.5e11, attention_flops_per_s=1.6e11, attention_backward_flops_per_s=2.5e11,
             attention_scores_per_s=4e9, memory_bytes_per_s=1e10, weight_bytes_per_s=8e9, kernel_s=1.1e-5, stage_s=6e-4,
-            host_link_bytes_per_s=1e10, copy_s=2e-5, disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9,
-            file_s=2e-4, array_s=_ARRAY_S, saved_bytes_per_s=5e8, overlap=0.5,
+            host_link_bytes_per_s=1.8e10, fresh_bytes_per_s=2e9, copy_s=2.7e-5, disk_read_bytes_per_s=1e10,
+            disk_write_bytes_per_s=4e9, file_s=5e-5, array_s=_ARRAY_S, saved_bytes_per_s=5e8, overlap=0.5,
         ),
         # NVIDIA A100 80GB data sheet: 312 TFLOP/s, 2,039 GB/s, PCIe 4.0 x16 (32 GB/s a direction).
         _accelerator(

@@ -62,10 +62,14 @@ BEFORE_FIRST = -1
 
 
 def copy_s(profile: HardwareProfile, value: Value, source: Tier, target: Tier) -> float:
-    """Return the seconds that a copy of a Value takes: a tensor at a time, but on disk every piece is a file."""
+    """Return the seconds that a copy of a Value takes: a tensor at a time, but on disk every piece is a file.
+
+    Memory that it is copied to is taken anew. (Where a home on the host is copied to again, that is a little too much.)
+    """
     specs = value.tensors.values()
     num_pieces = sum(spec.num_pieces for spec in specs) if Tier.DISK in (source, target) else len(specs)
-    return profile.transfer_s(source, target, value.nbytes, num_pieces)
+    fresh_s = 0.0 if target is Tier.DISK else value.nbytes / profile.fresh_bytes_per_s
+    return profile.transfer_s(source, target, value.nbytes, num_pieces) + fresh_s
 
 
 def home_s(profile: HardwareProfile, value: Value, tier: Tier) -> float:

@@ -26,6 +26,7 @@ ROUND = HardwareProfile(
     kernel_s=2.0,
     stage_s=1.0,
     host_link_bytes_per_s=8.0,
+    fresh_bytes_per_s=16.0,
     copy_s=0.25,
     disk_read_bytes_per_s=4.0,
     disk_write_bytes_per_s=2.0,

@@ -38,6 +38,7 @@ SECONDS = HardwareProfile(
     kernel_s=1.0,
     stage_s=0.0,
     host_link_bytes_per_s=10.0,
+    fresh_bytes_per_s=1e21,
     copy_s=0.0,
     disk_read_bytes_per_s=5.0,
     disk_write_bytes_per_s=5.0,
