@@ -12,7 +12,8 @@ So the figures include what the engine adds: an operator's price that of countin
 checksum. Files that were just written are read from the operating system's cache, as they mostly are in a run.
 
 Of a stage's times the median counts, since a run has no luck everywhere; of a transfer's the shortest, since those are
-too short for a machine's unrest to even out. Where other programs had the processor meanwhile, or a figure can't be right, the calibration says so.
+too short for a machine's unrest to even out. Where other programs had the processor meanwhile, or a figure can't be
+right, the calibration says so.
 """
 
 from __future__ import annotations

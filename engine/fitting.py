@@ -2,9 +2,9 @@
 
 A profile's time is linear in its prices (`engine.hardware`), so stages whose cost and time are known are linear
 equations for them. Each counts with the square of its relative error, times the square root of its time. Relative
-errors alone would make sums too small, so a plan as a whole is an equation like a stage. A machine's plans can't tell every kind from every other (in one model the
-softmax's scores and the FLOPs around them always come together), so the prices of a known profile are equations, too,
-of little weight: they decide where the stages don't.
+errors alone would make sums too small, so a plan as a whole is an equation like a stage. A machine's plans can't tell
+every kind from every other (in one model the softmax's scores and the FLOPs around them always come together), so the
+prices of a known profile are equations, too, of little weight: they decide where the stages don't.
 
 Invariant: prices stay positive, so that more work never takes less time. This module is pure: numbers in, numbers out.
 """

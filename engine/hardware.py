@@ -7,8 +7,8 @@ where R = flops_per_s * item_bytes / (2 * weight_bytes_per_s). That rate is belo
 weights anew for every product, as those for CPUs do. Transfers between tiers take bytes over bandwidth and a price for
 each piece; of what a stage transfers while it computes, the part ``overlap`` is hidden. An array on the disk is made
 before its first piece and removed in the end, which has a price of its own. A whole Value that is copied to the device
-or the host takes memory there anew, which has a rate of its own, too: on a CPU that of page faults. Files that a stage reads by itself cross
-disk and link as pieces do; those that it writes are durable before it ends, at a rate of its own.
+or the host takes memory there anew, which has a rate of its own, too: on a CPU that of page faults. Files that a stage
+reads by itself cross disk and link as pieces do; those that it writes are durable before it ends, at a rate of its own.
 
 The sum makes times monotone (more work never takes less) and rates measurable: a least-squares fit of stages that
 were run gives them (`engine.calibrate`). Rates are those that programs reach, in the dtype that is usual on the
@@ -157,8 +157,8 @@ def _accelerator(
 PROFILES = {
     profile.name: profile
     for profile in (
-        # Two server cores, float32: rounded from what engine calibrate measured on an AMD EPYC (Zen 4), a virtual machine,
-        # with files in the operating system's cache.
+        # Two server cores, float32: rounded from what engine calibrate measured on an AMD EPYC (Zen 4), a virtual
+        # machine, with files in the operating system's cache.
         HardwareProfile(
             name="cpu", flops_per_s=1.5e11, attention_flops_per_s=1.6e11, attention_backward_flops_per_s=2.5e11,
             attention_scores_per_s=4e9, memory_bytes_per_s=1e10, weight_bytes_per_s=8e9, kernel_s=1.1e-5, stage_s=6e-4,
