@@ -5,9 +5,8 @@ A `Fitter` makes plan after plan with a plan function, asks a `Planner` about ea
 
 Whether a plan fits is told from few of its choices: its fastest, those that the last one fitted with, and the leanest
 of its `ChoiceSpace`. What does not fit under the leanest is refused without a look at all others: they need no fewer
-device bytes, and what they keep elsewhere is no less. Time and choices of the value that is found come from a walk to
-faster choices, one ladder after another, as long as that helps. A `Planner`'s search is another one: either may find
-choices that are a few percent faster.
+device bytes, and what they keep elsewhere is no less. Time and choices of the value that is found are the `Planner`'s,
+as ``engine simulate`` shows them.
 
 Bounds: no value above `LARGEST_VALUE` is tried, and none is doubled that took longer to plan than `PATIENCE_S`.
 """
@@ -86,32 +85,6 @@ class Trial:
             except DoesNotFitError as error:
                 refusals.append(error)
         raise min(reversed(refusals), key=lambda error: max(budget.device_bytes, _needed_device_bytes(error)))
-
-    def faster(self, known: Forecast) -> Forecast:
-        """Return a forecast within the same budget that no step on one ladder of the choices makes faster."""
-        best: Forecast | None = None
-        while best is not known:
-            best = known
-            for name, ladder in self.planner.plan.ladders.items():
-                for direction in (-1, 1):
-                    known = self._along(known, name, ladder, direction)
-        return known
-
-    def _along(self, known: Forecast, name: str, ladder: Sequence[int], direction: int) -> Forecast:
-        """Walk along one ladder while the time falls."""
-        place = ladder.index(known.plan.choices[name]) + direction
-        while 0 <= place < len(ladder):
-            found = self._forecast_or_none({**known.plan.choices, name: ladder[place]}, known.budget)
-            if found is None or found.makespan_s >= known.makespan_s:
-                break
-            known, place = found, place + direction
-        return known
-
-    def _forecast_or_none(self, choices: Choices, budget: Budget) -> Forecast | None:
-        try:
-            return self._with(choices).forecast(budget)
-        except DoesNotFitError:
-            return None
 
     def _few_choices(self, hint: Choices) -> Iterator[Choices]:
         plan, space = self.planner.plan, self.planner.plan.space
@@ -267,12 +240,13 @@ class _Probe:
         return self._forecasts[nbytes].peak_bytes[self.tier]
 
     def fitted(self, found: Bracket, limit: str) -> Fitted:
-        """Return the answer, with faster choices where there are such."""
-        forecast = None if found.good is None else self._trials[found.good].faster(self._forecasts[found.good])
+        """Return the answer, with the fastest choices that a planner finds for it."""
+        good = found.good
+        forecast = None if good is None else self._trials[good].planner.forecast(self._budget(good))
         report = {} if found.bad is None else getattr(self.refusals[found.bad], "report", {})
         return Fitted(
             name=self.name,
-            value=found.good,
+            value=good,
             forecast=forecast,
             limit=limit,
             next_value=found.bad,

@@ -18,7 +18,8 @@ from engine.schedule import device_floor
 PROFILE = HardwareProfile(
     name="slow links", flops_per_s=1.0, attention_flops_per_s=1.0, attention_backward_flops_per_s=1.0,
     attention_scores_per_s=1.0, memory_bytes_per_s=1.0, weight_bytes_per_s=1.0, kernel_s=0.0, stage_s=0.0,
-    host_link_bytes_per_s=100.0, fresh_bytes_per_s=1e21, copy_s=0.01, disk_read_bytes_per_s=80.0, disk_write_bytes_per_s=60.0, file_s=0.02,
+    host_link_bytes_per_s=100.0, fresh_bytes_per_s=1e21, copy_s=0.01, disk_read_bytes_per_s=80.0,
+    disk_write_bytes_per_s=60.0, file_s=0.02,
     array_s=0.0, saved_bytes_per_s=30.0, overlap=0.9,
 )  # fmt: skip
 # A stage of one FLOP takes a second, in which a hundred bytes are transferred: sizes and costs below are of that order.

@@ -39,7 +39,8 @@ TIERS_OF_STREAMS = (*TIERS, (Tier.HOST, Tier.DISK))
 SECONDS = HardwareProfile(
     name="slow links", flops_per_s=1.0, attention_flops_per_s=1.0, attention_backward_flops_per_s=1.0,
     attention_scores_per_s=1.0, memory_bytes_per_s=1.0, weight_bytes_per_s=1.0, kernel_s=1.0, stage_s=0.0,
-    host_link_bytes_per_s=100.0, fresh_bytes_per_s=200.0, copy_s=0.0, disk_read_bytes_per_s=40.0, disk_write_bytes_per_s=40.0, file_s=0.0,
+    host_link_bytes_per_s=100.0, fresh_bytes_per_s=200.0, copy_s=0.0, disk_read_bytes_per_s=40.0,
+    disk_write_bytes_per_s=40.0, file_s=0.0,
     array_s=0.3, saved_bytes_per_s=40.0, overlap=0.7,
 )  # fmt: skip
 # Transfers take about as long as stages, so that where things live matters.
