@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from engine.errors import UsageError
@@ -44,6 +45,11 @@ class Group:
     responses: tuple[Response, ...]
     source: str
 
+    @cached_property
+    def trunk_ids(self) -> tuple[int, ...]:
+        """The prompt but for its last token, which opens every response; one copy for all plans that are tried."""
+        return self.prompt_ids[:-1]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -58,6 +64,11 @@ class Prompt:
     token_ids: tuple[int, ...]
     data: Any = None
     source: str = "prompt"
+
+    @cached_property
+    def trunk_ids(self) -> tuple[int, ...]:
+        """As a group's."""
+        return self.token_ids[:-1]
 
     def __post_init__(self) -> None:
         try:

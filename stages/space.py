@@ -313,7 +313,7 @@ class GrpoSpace:
     def _sampled_tree(self, step: int, index: int, prompt: Prompt, name: str, first: int) -> Node:
         rollout = self._sampled_group(step, index, prompt).rollout
         return sampled_tree(
-            prompt.token_ids,
+            prompt,
             name=name,
             rollout=names.rollout(step, index),
             group_size=rollout.group_size,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engine.recipe import digest
-from stages.groups import Group
+from stages.groups import Group, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,31 +98,31 @@ def group_tree(group: Group, *, name: str, first_response: int = 0) -> Node:
             targets=tuple(response.token_ids[position] for position in scored),
         )
         leaves.append(_leaf(f"{name}/response{index}", tokens, len(group.prompt_ids), first_response + index))
-    return _trunk(name, group.prompt_ids, leaves)
+    return _trunk(name, group.trunk_ids, leaves)
 
 
 def sampled_tree(
-    prompt_ids: tuple[int, ...], *, name: str, rollout: str, group_size: int, max_tokens: int, first_response: int = 0
+    prompt: Prompt, *, name: str, rollout: str, group_size: int, max_tokens: int, first_response: int = 0
 ) -> Node:
     """Return the trunk of a prompt with one leaf for every response that the Value ``rollout`` will hold."""
     leaves = [
         _leaf(
             f"{name}/response{index}",
-            Sampled(rollout=rollout, response=index, opening_id=prompt_ids[-1], max_tokens=max_tokens),
-            len(prompt_ids),
+            Sampled(rollout=rollout, response=index, opening_id=prompt.token_ids[-1], max_tokens=max_tokens),
+            len(prompt.token_ids),
             first_response + index,
         )
         for index in range(group_size)
     ]
-    return _trunk(name, prompt_ids, leaves)
+    return _trunk(name, prompt.trunk_ids, leaves)
 
 
 def _leaf(name: str, content: Tokens | Sampled, prompt_tokens: int, response: int) -> Node:
     return Node(name=name, content=content, first_position=prompt_tokens - 1, response=response)
 
 
-def _trunk(name: str, prompt_ids: tuple[int, ...], leaves: Sequence[Node]) -> Node:
-    return Node(name=f"{name}/prompt", content=Tokens(inputs=prompt_ids[:-1]), first_position=0, children=tuple(leaves))
+def _trunk(name: str, ids: tuple[int, ...], leaves: Sequence[Node]) -> Node:
+    return Node(name=f"{name}/prompt", content=Tokens(inputs=ids), first_position=0, children=tuple(leaves))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages import Group, Response
+from stages import Group, Prompt, Response
 from stages.tree import Chunk, Node, Tokens, chunks_of, group_tree, sampled_tree, waves_of
 
 IDS = st.integers(1, 50)
@@ -130,7 +130,9 @@ def test_inner_nodes_go_alone() -> None:
 def test_sampled_leaves_are_cut_for_their_longest_and_hold_what_was_sampled(
     lengths: list[int], chunk_tokens: int, branches_at_once: int
 ) -> None:
-    tree = sampled_tree((7, 8, 9), name="g", rollout="r", group_size=len(lengths), max_tokens=9, first_response=3)
+    tree = sampled_tree(
+        Prompt(token_ids=(7, 8, 9)), name="g", rollout="r", group_size=len(lengths), max_tokens=9, first_response=3
+    )
     sampled = [[100 * number + position for position in range(count)] for number, count in enumerate(lengths)]
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for wave in waves_of(tree.children, chunk_tokens=chunk_tokens, branches_at_once=branches_at_once):
