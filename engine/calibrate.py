@@ -290,7 +290,7 @@ def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int, clock:
         disk_read_bytes_per_s=disk_read,
         disk_write_bytes_per_s=disk_write,
         file_s=(read_s + write_s) / 2,
-        overlap=_measure_overlap(disks[-1], read[-1]),
+        overlap=_measure_overlap(disks[-1], read[-1], clock),
     )
     piece_s = measured.transfer_s(Tier.DEVICE, Tier.DISK, _SMALL_BYTES, 1)
     return replace(measured, array_s=max(0.0, spilled[0] - piece_s))
@@ -310,7 +310,7 @@ def _fresh_bytes_per_s(link_bytes_per_s: float, rounds: int, clock: Clock) -> fl
             machine.copy(value, Tier.HOST, Tier.DEVICE, alongside=False)
             machine.drop(value, Tier.DEVICE)
             taken.append(clock() - started_s)
-    return _FRESH_BYTES / _beyond(statistics.median(taken), _FRESH_BYTES / link_bytes_per_s)
+    return _FRESH_BYTES / _beyond(min(taken), _FRESH_BYTES / link_bytes_per_s)
 
 
 def _spill_s(nbytes: int, folder: Path, rounds: int, clock: Clock) -> float:
@@ -331,10 +331,10 @@ def _spill_s(nbytes: int, folder: Path, rounds: int, clock: Clock) -> float:
     return min(taken) / _NUM_PIECES
 
 
-def _measure_overlap(disk: _Bench, transfer_s: float) -> float:
+def _measure_overlap(disk: _Bench, transfer_s: float, clock: Clock) -> float:
     """Return the part of reading pieces of ``transfer_s`` each that matrix products of about that time hide."""
     matrix = torch.ones(256, 256)
-    product_s = _shortest(lambda: matrix @ matrix)
+    product_s = max(_LEAST_S, _shortest(lambda: matrix @ matrix, clock))
     repeats = max(1, round(transfer_s / product_s))
 
     def compute() -> None:
@@ -351,10 +351,10 @@ def _measure_overlap(disk: _Bench, transfer_s: float) -> float:
     return min(1.0, max(0.0, hidden_s / min(transfer_s, max(_LEAST_S, alone_s - transfer_s))))
 
 
-def _shortest(work: Callable[[], object], repeats: int = 20) -> float:
+def _shortest(work: Callable[[], object], clock: Clock, repeats: int = 20) -> float:
     taken = []
     for _ in range(repeats):
-        started_s = time.perf_counter()
+        started_s = clock()
         work()
-        taken.append(time.perf_counter() - started_s)
+        taken.append(clock() - started_s)
     return min(taken)

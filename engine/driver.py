@@ -35,7 +35,7 @@ class Machine(Protocol):
 
 
 class Observer(Protocol):
-    """Is told around every stage, with the device bytes planned while it runs."""
+    """Is told around every stage, with the bytes that are planned while it runs, by tier."""
 
     def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None: ...
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None: ...

@@ -128,7 +128,7 @@ class Placement:
 
     def home(self, number: int) -> Tier:
         """Return where a Value is when it is not on the device."""
-        return self.homes.get(number, Tier.HOST)
+        return self.homes[number]
 
     def steps_of(self, number: int) -> Sequence[Step]:
         """Return what happens to a Value, in order."""

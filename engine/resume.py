@@ -116,7 +116,8 @@ def check_same(record: PlanRecord, plan: Plan) -> Choices:
     chosen = plan.lowered(choices)
     if plan_fingerprint(chosen) != record.fingerprint:
         now = json.loads(json.dumps(plain(chosen.settings)))  # as it is read from a journal
-        changed = [key for key in record.settings if record.settings[key] != now.get(key)]
+        either = dict.fromkeys([*record.settings, *now])
+        changed = [key for key in either if record.settings.get(key) != now.get(key)]
         raise RunDirectoryError(
             f"the plan is not the one that the run was started with: {', '.join(changed) or 'its stages'} differ; "
             "bring back what was changed, or execute in a new run directory"

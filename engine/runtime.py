@@ -38,7 +38,7 @@ from engine.journal import (
 from engine.memory import DEVICE, HOST, LiveBytes, keep_freed_memory, peak_rss_bytes, return_freed_memory
 from engine.origin import at
 from engine.own_stage import merge_reports
-from engine.plain import finite, is_plain, plain
+from engine.plain import finite, plain
 from engine.plan import Plan, Stage
 from engine.planner import Forecast, peak_bytes_at
 from engine.recipe import plan_fingerprint, recipe_keys
@@ -118,8 +118,7 @@ class _Checked:
 
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
         peak = {**self.machine.meter.peak, str(Tier.DISK): self.machine.stage_disk_peak_bytes}
-        if not is_plain(self.machine.results):
-            raise StageFailedError(f"stage {stage.name} reports something other than plain data; use numbers and text")
+        self._check_results(stage)
         self.last_peak = peak
         self._return_memory(stage)
         self.recording.measured(peak, {**self.machine.meter.live, str(Tier.DISK): self.machine.disk_bytes})
@@ -133,7 +132,20 @@ class _Checked:
                     f"{_what_to_declare(stage, measured - limit, tier)}{at(stage.origin)}"
                 )
 
+    def _check_results(self, stage: Stage) -> None:
+        """Have a report that the run could not be ended with stop it where it is made."""
+        results = dict(self.machine.results)
+        merge_reports(results)
+        try:
+            check_record(RunFinished(results=results))
+        except UsageError as error:
+            raise StageFailedError(
+                f"stage {stage.name} reports what the journal can't hold: {error}; report plain numbers and text, and "
+                f"few of them{at(stage.origin)}"
+            ) from error
+
     def _return_memory(self, stage: Stage) -> None:
+        """Return what is free, if that is much; what is dropped behind a stage is seen at the end of the next."""
         meter = self.machine.meter
         live_bytes = meter.live[DEVICE] + meter.live[HOST]
         self.taken_bytes = max(self.taken_bytes, meter.peak[DEVICE] + meter.live[HOST], live_bytes)
@@ -235,6 +247,9 @@ def execute(
     With ``again`` the directory is that of an unfinished run, which begins again from its beginning.
 
     ``plan_source`` is kept beside the journal, ``recipe`` in it: what a resume needs to build the same plan.
+    The C allocator of the process keeps freed memory from now on (`engine.memory.keep_freed_memory`), and returns it
+    when the run tells it to.
+
     ``wanted`` are extra outputs, ``{tap: path}``. ``recording`` (`new_recording`) is for callers that want the times;
     the run directory gets them as ``trace.json`` in any case, beside the predicted ones, as far as the run came.
 
@@ -262,8 +277,8 @@ def execute(
                 observers=tuple(observers),
                 recording=recording if recording is not None else new_recording(forecast),
             ).outcome()
-    except UnsupportedModelError:  # refused once its weights were there, in the first stage: nothing to resume
-        if not again:
+    except UnsupportedModelError:
+        if not again and not _any_commit(path):  # refused once its weights were there: nothing to resume
             shutil.rmtree(directory.path, ignore_errors=True)
         raise
 
@@ -317,6 +332,7 @@ class _Run:
         with machine.meter:
             told: list[Observer] = [checked, journaled, *self.observers]
             drive(plan, schedule, self.forecast.budget, machine, told, self.recording)
+        return_freed_memory()
         merge_reports(machine.results)
         actual = plan.hooks.get("actual")
         return Outcome(
@@ -355,6 +371,10 @@ def _plan_record(forecast: Forecast, recipe: Mapping[str, Any]) -> PlanRecord:
         code_version=engine.CODE_VERSION,
         recipe=dict(recipe),
     )
+
+
+def _any_commit(journal: Path) -> bool:
+    return any(isinstance(record, StageCommit) for record in read_journal(journal)[0])
 
 
 def _next_scratch(schedule: Schedule) -> dict[str, int]:

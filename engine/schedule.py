@@ -266,16 +266,17 @@ def _rank(step: Step) -> tuple[bool, int, int]:
 
 def _instruction(needs: Needs, placement: Placement, step: Step) -> Instruction:
     name = needs.names[step.value]
-    home = placement.home(step.value)
     match step.event:
         case Event.CREATE:
-            return Create(value=name, tier=home if step.at_home else Tier.DEVICE)
+            return Create(value=name, tier=placement.home(step.value) if step.at_home else Tier.DEVICE)
         case Event.FETCH:
+            home = placement.home(step.value)
             return Copy(value=name, source=home, target=Tier.DEVICE, alongside=step.alongside)
         case Event.STORE:
+            home = placement.home(step.value)
             return Copy(value=name, source=Tier.DEVICE, target=home, alongside=step.alongside)
         case Event.DROP:
-            return Drop(value=name, tier=home if step.at_home else Tier.DEVICE)
+            return Drop(value=name, tier=placement.home(step.value) if step.at_home else Tier.DEVICE)
 
 
 def _run(plan: Plan, stage: Stage, here: set[str], *, slots: int, streamed_bytes: int) -> Run:

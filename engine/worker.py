@@ -125,7 +125,7 @@ class TorchMachine:
         return made
 
     def _fill(self, value: Value, source: Held, target: Held) -> None:
-        """Copy all that a Value holds, without making a tensor: it may be done by a thread.
+        """Copy all that a Value holds, without allocating a tensor: it may be done by a thread.
 
         Pieces that were never written to the disk are zero.
         """
@@ -164,6 +164,7 @@ class TorchMachine:
                 stage.run(context)
                 for tap, path in self.taps.get(stage.name, ()):
                     tap(context, path)
+            self.note_disk()  # with what copies alongside have written
         except (StageFailedError, RunDirectoryError, UnsupportedModelError):
             raise
         except EngineError as error:

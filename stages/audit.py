@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 from engine.budget import Budget
 from engine.hardware import load_profile
-from engine.plan import Choices
 from engine.planner import forecast
 from engine.runtime import execute
 from engine.tensors import dtype_name
@@ -39,16 +38,14 @@ _FLOOR = 1e-6
 Gradients = Mapping[str, torch.Tensor]
 
 
-def audit(space: GrpoSpace, budget: Budget, choices: Choices | None = None) -> dict[str, object]:
+def audit(space: GrpoSpace, budget: Budget) -> dict[str, object]:
     """Return the figures of ``engine audit``: errors of the planned gradient and of stop-prompt, and a verdict.
 
     A plan with ``gradient="stop-prompt"`` is judged like any other, and fails.
-
-    ``choices`` fixes chunking; None lets the planner choose within ``budget``.
     """
     space = replace(space, settings=replace(space.settings, loss=space.loss))  # one norm for sampled and given groups
-    planned, groups = engine_gradient(space, space.steps[0], budget, space.settings.gradient, choices)
-    stopped, _ = engine_gradient(space, groups, budget, "stop-prompt", choices)
+    planned, groups = engine_gradient(space, space.steps[0], budget, space.settings.gradient)
+    stopped, _ = engine_gradient(space, groups, budget, "stop-prompt")
     _, reference = dense_gradient(space.policy, groups, space.settings)
     dtype = space.settings.dtype
     report: dict[str, object] = {
@@ -65,7 +62,7 @@ def audit(space: GrpoSpace, budget: Budget, choices: Choices | None = None) -> d
 
 
 def engine_gradient(
-    space: GrpoSpace, step: Sequence[StepGroup], budget: Budget, gradient: str, choices: Choices | None = None
+    space: GrpoSpace, step: Sequence[StepGroup], budget: Budget, gradient: str
 ) -> tuple[dict[str, torch.Tensor], tuple[Group, ...]]:
     """Execute one step up to the merge; return its gradients by parameter name and its groups, sampled ones as given.
 
@@ -78,7 +75,6 @@ def engine_gradient(
         optimizer_state=None,
         save_optimizer=False,
         update_weights=False,
-        fixed=dict(choices) if choices is not None else space.settings.fixed,
     )
     variant = replace(space, steps=(tuple(step),), settings=settings)
     with tempfile.TemporaryDirectory(prefix="longstraw-audit-") as folder:

@@ -240,7 +240,7 @@ def test_an_error_in_a_plan_file_exits_2_and_shows_no_traceback(own_folder: Path
 # simulate
 
 
-@pytest.mark.parametrize("plan", ["tiny_dense"])
+@pytest.mark.parametrize("plan", ["tiny_dense", "learn_tiny", "calibration", "custom_stage"])
 def test_every_shipped_plan_that_needs_no_download_can_be_simulated(plan: str) -> None:
     data = engine("simulate", plan, "--json").data()
     assert data["feasible"] is True

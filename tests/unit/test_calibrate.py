@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -10,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from engine import calibrate as calibration
 from engine.__main__ import main
 from engine.calibrate import MEASURED, PLAN, Calibration, calibrate, implausible
 from engine.hardware import PROFILES, load_profile
@@ -33,13 +37,33 @@ def test_a_measured_profile_can_be_loaded_and_fits_the_stages_it_is_of(tmp_path:
     path.write_text(found.profile.to_json())
     assert load_profile(str(path)) == found.profile
     assert found.profile.name == "mine"
-    assert found.profile.array_s >= 0
     assert told[0] == "measuring transfers"
     kinds = {item.name.split()[0] for item in found.observations}
     assert {"prefill", "score", "replay", "sweep", "checkpoint"} <= kinds
     assert "load" not in kinds
     measured_s = sum(item.seconds for item in found.observations)
     assert sum(found.profile.seconds(item.cost) for item in found.observations) == pytest.approx(measured_s, rel=0.5)
+
+
+@given(rate=st.floats(1e6, 1e12), price_s=st.floats(0.0, 1e-3))
+def test_a_line_through_two_sizes_gives_the_rate_and_the_price_that_made_them(rate: float, price_s: float) -> None:
+    small, large = (nbytes / rate + price_s for nbytes in (calibration._SMALL_BYTES, calibration._LARGE_BYTES))
+    found_rate, found_s = calibration._line(small, large)
+    if price_s < 5 * calibration._LARGE_BYTES / rate:
+        assert found_rate == pytest.approx(rate, rel=1e-6)
+        assert found_s == pytest.approx(price_s, rel=1e-6, abs=1e-12)
+    assert found_rate > 0
+    assert found_s >= 0
+
+
+def test_what_the_link_takes_is_no_part_of_the_disk_or_of_new_memory_but_something_is_left() -> None:
+    assert calibration._beyond(3.0, 1.0) == 2.0
+    assert calibration._beyond(3.0, 5.0) == pytest.approx(0.3)
+    ticks = itertools.count()
+    found = calibration._fresh_bytes_per_s(4.0 * calibration._FRESH_BYTES, 2, lambda: float(next(ticks)))
+    assert found == pytest.approx(
+        calibration._FRESH_BYTES / 0.75
+    )  # of a second for each copy, the link takes a quarter
 
 
 def doubts(share: float = 1.0, **fields: Any) -> list[str]:

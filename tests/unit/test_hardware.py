@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from engine.budget import Tier
 from engine.errors import UsageError
 from engine.hardware import PROFILES, HardwareProfile, load_profile
-from engine.plan import Cost
+from engine.placer import copy_s
+from engine.plan import Cost, TensorSpec, Value
 
 ROUND = HardwareProfile(
     name="round",
@@ -70,6 +71,22 @@ def test_a_transfer_takes_its_bytes_over_every_link_it_crosses_and_a_price_for_e
     source: Tier, target: Tier, seconds: float
 ) -> None:
     assert ROUND.transfer_s(source, target, nbytes=16, num_pieces=2) == seconds
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "seconds"),
+    [
+        (DEVICE, HOST, 16 / 8 + 2 * 0.25 + 16 / 16),
+        (HOST, DEVICE, 16 / 8 + 2 * 0.25 + 16 / 16),
+        (DEVICE, DISK, 16 / 8 + 16 / 2 + 4 * 0.75),
+        (DISK, DEVICE, 16 / 8 + 16 / 4 + 4 * 0.75 + 16 / 16),
+    ],
+)
+def test_a_whole_value_takes_its_memory_anew_and_on_disk_a_file_for_each_piece(
+    source: Tier, target: Tier, seconds: float
+) -> None:
+    two_pieces = TensorSpec(shape=(2, 1), dtype="float32")
+    assert copy_s(ROUND, Value(name="v", tensors={"a": two_pieces, "b": two_pieces}), source, target) == seconds
 
 
 def test_transfers_beside_compute_are_hidden_as_far_as_they_overlap() -> None:

@@ -27,7 +27,6 @@ from engine.runtime import Outcome, execute
 from engine.schedule import make_schedule, staging_need
 from engine.store import Store
 from engine.tensors import dtype_name, torch_dtype
-from engine.units import MIB
 from engine.worker import TorchMachine
 
 PAGES = TensorSpec(shape=(3, 2, 4, 5), dtype="float32")  # three pieces of two parts with four tokens
@@ -202,50 +201,6 @@ def test_a_dtype_has_one_name(name: str) -> None:
 
 
 # Runs
-
-
-@pytest.mark.parametrize("home", [Tier.HOST, Tier.DISK])
-def test_new_memory_holds_what_its_value_does_whatever_it_held_before(
-    home: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocate = TorchMachine._allocate
-
-    def used(self: TorchMachine, spec: TensorSpec, tier: Tier) -> torch.Tensor:
-        return allocate(self, spec, tier).fill_(7.0)
-
-    monkeypatch.setattr(TorchMachine, "_allocate", used)
-    machine, context = machine_with(home, tmp_path)
-    context.write_rows("p", 1, 0, rows(1, 4))
-    value = machine.plan.values["p"]
-    machine.copy(value, home, Tier.DEVICE, alongside=False)
-    expected = torch.zeros(3, 2, 4, 5)
-    expected[1] = torch.stack(rows(1, 4))
-    assert torch.equal(machine.held["p"].tensors["pages"], expected)
-
-
-# Memory that was freed
-
-
-def test_freed_memory_goes_back_where_the_next_stage_does_not_work_in_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = {"a": 64 * MIB, "b": 60 * MIB, "c": 8 * MIB, "d": 64 * MIB, "e": 0}
-    plan, begun, returned = Plan(name="work"), [], []
-    plan.value(Value(name="v", tensors={"t": TensorSpec(shape=(100,), dtype="float32")}, kind=ValueKind.ORDERED))
-
-    def work(name: str, nbytes: int) -> Callable[[StageContext], None]:
-        def run(context: StageContext) -> None:
-            begun.append(name)
-            torch.empty(nbytes, dtype=torch.uint8)
-
-        return run
-
-    for name, nbytes in sizes.items():
-        plan.add(Stage(name=name, kind="work", run=work(name, nbytes), updates=("v",), workspace_bytes=nbytes))
-    monkeypatch.setattr("engine.runtime.return_freed_memory", lambda: returned.append(begun[-1]))
-    run(plan, tmp_path / "run")
-    assert begun == list(sizes)
-    assert returned == ["b", "d"]
 
 
 def work_plan(work: Callable[[StageContext], None], **needs: Any) -> Plan:
