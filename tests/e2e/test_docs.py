@@ -197,6 +197,7 @@ def test_every_block_is_of_a_known_language_and_every_mark_is_known(page: Path) 
     assert {block.language for block in blocks} <= LANGUAGES | DIRECTIVES
     assert 2 * len(blocks) == len(re.findall(r"^```", page.read_text(), re.MULTILINE))
     assert {mark for block in blocks for mark in block.marks} <= set(MARKS)
+    assert "@@" not in page.read_text()  # a gap that was to be filled
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
