@@ -310,7 +310,7 @@ def moving_bytes(done: Done) -> int:
 def test_four_times_the_prompt_and_eight_responses_instead_of_two_leave_the_device_peak_within_two_percent(
     dtype: torch.dtype, policy: Path, tmp_path: Path
 ) -> None:
-    fixed = {"chunk_tokens": 32, "branches_at_once": 2, "head_rows": 16}
+    fixed = {"chunk_tokens": 32, "branches_at_once": 2, "head_rows": 16, "stored_inputs": 2, "layer_spans": 1}
     chosen = settings_of(dtype, fixed=fixed, page_tokens=32, update_weights=False)
     small = step_space(policy, [random_group(6, 161, [24] * 2)], chosen)
     large = step_space(policy, [random_group(6, 641, [24] * 8)], chosen)
