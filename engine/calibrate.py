@@ -23,7 +23,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -73,6 +73,8 @@ _FRESH_BYTES = 2 * MMAP_THRESHOLD_BYTES
 # Memory that is certainly not what was just freed.
 _OVERLAP_ROUNDS = 20
 # Hundredths of a second each, in which a thread has to be woken at the right moments.
+_PRODUCTS = 20
+# Of matrices, of which the fastest counts.
 _ROOMY = Budget(device_bytes=UNLIMITED_BYTES, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
 _LEAST_PART = 0.1
 # Of a time that each of its two parts takes at least, whatever was measured.
@@ -250,13 +252,12 @@ class _Bench:
 
     def seconds(self, run: Callable[[Any], None], slots: int = 1, *, rounds: int = 0) -> float:
         """Return the shortest time of ``run`` a piece, in ``rounds`` (or as many as usual)."""
-        taken = []
-        for _ in range(rounds or self._rounds):
-            started_s = self._clock()
+
+        def once() -> None:
             with self._machine.meter:
                 self._machine.run(self._stage(run), slots)
-            taken.append(self._clock() - started_s)
-        return min(taken) / _NUM_PIECES
+
+        return _shortest(once, rounds or self._rounds, self._clock) / _NUM_PIECES
 
 
 def _line(small_s: float, large_s: float) -> tuple[float, float]:
@@ -298,43 +299,38 @@ def _measure_transfers(known: HardwareProfile, folder: Path, rounds: int, clock:
 
 def _fresh_bytes_per_s(link_bytes_per_s: float, rounds: int, clock: Clock) -> float:
     """Return the rate at which memory is taken anew: what a copy of a large tensor takes beyond the link."""
-    value = Value(name="large", tensors={"large": TensorSpec(shape=(_FRESH_BYTES // 4,), dtype="float32")})
-    plan = Plan(name="large")
-    plan.value(value)
-    machine = TorchMachine(plan, meter=LiveBytes(), store=None, directory=None)
-    taken = []
-    with machine.meter:
-        machine.create(value, Tier.HOST)
-        for _ in range(rounds):
-            started_s = clock()
-            machine.copy(value, Tier.HOST, Tier.DEVICE, alongside=False)
-            machine.drop(value, Tier.DEVICE)
-            taken.append(clock() - started_s)
-    return _FRESH_BYTES / _beyond(min(taken), _FRESH_BYTES / link_bytes_per_s)
+    large = {"large": TensorSpec(shape=(_FRESH_BYTES // 4,), dtype="float32")}
+    copied_s = _copied_s(large, Tier.HOST, Tier.DEVICE, None, rounds, clock)
+    return _FRESH_BYTES / _beyond(copied_s, _FRESH_BYTES / link_bytes_per_s)
 
 
 def _spill_s(nbytes: int, folder: Path, rounds: int, clock: Clock) -> float:
     """Return the shortest time in which an array of one piece is made on the disk, written, and removed."""
-    spec = TensorSpec(shape=(1, nbytes // 4), dtype="float32")
-    value = Value(name="arrays", tensors={f"array{number}": spec for number in range(_NUM_PIECES)})
-    plan = Plan(name="arrays")
-    plan.value(value)
-    machine = TorchMachine(plan, meter=LiveBytes(), store=Store.create(folder), directory=None)
-    taken = []
+    arrays = {f"array{number}": TensorSpec(shape=(1, nbytes // 4), dtype="float32") for number in range(_NUM_PIECES)}
+    return _copied_s(arrays, Tier.DEVICE, Tier.DISK, Store.create(folder), rounds, clock) / _NUM_PIECES
+
+
+def _copied_s(
+    tensors: Mapping[str, TensorSpec], source: Tier, target: Tier, store: Store | None, rounds: int, clock: Clock
+) -> float:
+    """Return the shortest time in which a new copy of a Value is made on ``target``, and dropped."""
+    plan = Plan(name="copies")
+    value = plan.value(Value(name="copied", tensors=tensors))
+    machine = TorchMachine(plan, meter=LiveBytes(), store=store, directory=None)
+
+    def once() -> None:
+        machine.copy(value, source, target, alongside=False)
+        machine.drop(value, target)
+
     with machine.meter:
-        machine.create(value, Tier.DEVICE)
-        for _ in range(rounds):
-            started_s = clock()
-            machine.copy(value, Tier.DEVICE, Tier.DISK, alongside=False)
-            machine.drop(value, Tier.DISK)
-            taken.append(clock() - started_s)
-    return min(taken) / _NUM_PIECES
+        machine.create(value, source)
+        return _shortest(once, rounds, clock)
 
 
 def _measure_overlap(disk: _Bench, transfer_s: float, clock: Clock) -> float:
     """Return the part of reading pieces of ``transfer_s`` each that matrix products of about that time hide."""
     matrix = torch.ones(256, 256)
-    product_s = max(_LEAST_S, _shortest(lambda: matrix @ matrix, clock))
+    product_s = max(_LEAST_S, _shortest(lambda: matrix @ matrix, _PRODUCTS, clock))
     repeats = max(1, round(transfer_s / product_s))
 
     def compute() -> None:
@@ -351,9 +347,10 @@ def _measure_overlap(disk: _Bench, transfer_s: float, clock: Clock) -> float:
     return min(1.0, max(0.0, hidden_s / min(transfer_s, max(_LEAST_S, alone_s - transfer_s))))
 
 
-def _shortest(work: Callable[[], object], clock: Clock, repeats: int = 20) -> float:
+def _shortest(work: Callable[[], object], rounds: int, clock: Clock) -> float:
+    """Return the shortest time of ``work`` in so many rounds."""
     taken = []
-    for _ in range(repeats):
+    for _ in range(rounds):
         started_s = clock()
         work()
         taken.append(clock() - started_s)

@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def is_plain(value: object) -> bool:
+def _is_plain(value: object) -> bool:
     """Return whether a value is plain data."""
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, list):
-        return all(is_plain(item) for item in value)
+        return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def plain(data: Mapping[str, object]) -> dict[str, Any]:
     """Return a mapping as plain data; what is none is told as text."""
     return {
-        key: plain(value) if isinstance(value, Mapping) else value if is_plain(value) else str(value)
+        key: plain(value) if isinstance(value, Mapping) else value if _is_plain(value) else str(value)
         for key, value in data.items()
     }
 

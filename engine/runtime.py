@@ -148,7 +148,7 @@ class _Checked:
         """Return what is free, if that is much; what is dropped behind a stage is seen at the end of the next."""
         meter = self.machine.meter
         live_bytes = meter.live[DEVICE] + meter.live[HOST]
-        self.taken_bytes = max(self.taken_bytes, meter.peak[DEVICE] + meter.live[HOST], live_bytes)
+        self.taken_bytes = max(self.taken_bytes, meter.peak[DEVICE] + meter.live[HOST])
         if self.taken_bytes - live_bytes - self.then_bytes.get(stage.name, 0) >= MUCH_FREED_BYTES:
             return_freed_memory()
             self.taken_bytes = live_bytes

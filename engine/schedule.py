@@ -266,17 +266,16 @@ def _rank(step: Step) -> tuple[bool, int, int]:
 
 def _instruction(needs: Needs, placement: Placement, step: Step) -> Instruction:
     name = needs.names[step.value]
+    tier = placement.home(step.value) if step.at_home or step.event is Event.FETCH else Tier.DEVICE
     match step.event:
         case Event.CREATE:
-            return Create(value=name, tier=placement.home(step.value) if step.at_home else Tier.DEVICE)
+            return Create(value=name, tier=tier)
         case Event.FETCH:
-            home = placement.home(step.value)
-            return Copy(value=name, source=home, target=Tier.DEVICE, alongside=step.alongside)
+            return Copy(value=name, source=tier, target=Tier.DEVICE, alongside=step.alongside)
         case Event.STORE:
-            home = placement.home(step.value)
-            return Copy(value=name, source=Tier.DEVICE, target=home, alongside=step.alongside)
+            return Copy(value=name, source=Tier.DEVICE, target=tier, alongside=step.alongside)
         case Event.DROP:
-            return Drop(value=name, tier=placement.home(step.value) if step.at_home else Tier.DEVICE)
+            return Drop(value=name, tier=tier)
 
 
 def _run(plan: Plan, stage: Stage, here: set[str], *, slots: int, streamed_bytes: int) -> Run:

@@ -61,9 +61,8 @@ def test_what_the_link_takes_is_no_part_of_the_disk_or_of_new_memory_but_somethi
     assert calibration._beyond(3.0, 5.0) == pytest.approx(0.3)
     ticks = itertools.count()
     found = calibration._fresh_bytes_per_s(4.0 * calibration._FRESH_BYTES, 2, lambda: float(next(ticks)))
-    assert found == pytest.approx(
-        calibration._FRESH_BYTES / 0.75
-    )  # of a second for each copy, the link takes a quarter
+    beyond_s = 1.0 - 0.25  # a copy takes a second by that clock, of which the link a quarter
+    assert found == pytest.approx(calibration._FRESH_BYTES / beyond_s)
 
 
 def doubts(share: float = 1.0, **fields: Any) -> list[str]:
