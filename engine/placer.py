@@ -65,11 +65,15 @@ def copy_s(profile: HardwareProfile, value: Value, source: Tier, target: Tier) -
     """Return the seconds that a copy of a Value takes: a tensor at a time, but on disk every piece is a file.
 
     Memory that it is copied to is taken anew. (Where a home on the host is copied to again, that is a little too much.)
+    What goes to the disk passes the host, and its files have a cache there: it never takes less than a copy to the
+    host. So the host is never the slower home, and room on it never makes a plan slower, whatever a profile says.
     """
     specs = value.tensors.values()
     num_pieces = sum(spec.num_pieces for spec in specs) if Tier.DISK in (source, target) else len(specs)
-    fresh_s = 0.0 if target is Tier.DISK else value.nbytes / profile.fresh_bytes_per_s
-    return profile.transfer_s(source, target, value.nbytes, num_pieces) + fresh_s
+    seconds = profile.transfer_s(source, target, value.nbytes, num_pieces)
+    if target is Tier.DISK:
+        return max(seconds, copy_s(profile, value, source, Tier.HOST))
+    return seconds + value.nbytes / profile.fresh_bytes_per_s
 
 
 def home_s(profile: HardwareProfile, value: Value, tier: Tier) -> float:

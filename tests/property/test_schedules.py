@@ -11,7 +11,7 @@ import random
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,15 @@ SECONDS = HardwareProfile(
     array_s=0.3, saved_bytes_per_s=40.0, overlap=0.7,
 )  # fmt: skip
 # Transfers take about as long as stages, so that where things live matters.
+FAST_FILES = replace(
+    SECONDS,
+    name="fast files",
+    fresh_bytes_per_s=20.0,
+    disk_read_bytes_per_s=1e6,
+    disk_write_bytes_per_s=1e6,
+    array_s=0.0,
+)
+# As with a cache of files in memory that is there already, while other memory is taken anew.
 SCRATCH_BYTES = 64
 # A stage's workspace holds at least this: the largest part of a piece below is 4 x 4 float32 or 2 x 4 float64.
 
@@ -181,9 +190,9 @@ def larger_budgets(draw: st.DrawFn, plan: Plan, budget: Budget) -> Budget:
     )
 
 
-def scheduled(plan: Plan, budget: Budget) -> Schedule | None:
+def scheduled(plan: Plan, budget: Budget, profile: HardwareProfile = SECONDS) -> Schedule | None:
     try:
-        return make_schedule(plan, budget, SECONDS)
+        return make_schedule(plan, budget, profile)
     except DoesNotFitError:
         return None
 
@@ -388,6 +397,21 @@ def test_a_bigger_budget_never_refuses_what_a_smaller_one_accepted_and_is_never_
     bigger = data.draw(larger_budgets(plan, budget))
     assert schedule is not None
     assert make_schedule(plan, bigger, SECONDS).seconds <= schedule.seconds * (1 + 1e-12)
+
+
+@given(data=st.data(), plan=random_plans())
+@settings(max_examples=50)
+def test_more_of_the_host_is_never_slower_however_fast_files_are(data: st.DataObject, plan: Plan) -> None:
+    staging, spare = staging_need(plan), st.integers(0, total_bytes(plan))
+    device_bytes = device_floor(plan)[0] + data.draw(spare) // 4
+    less, more = (
+        Budget(device_bytes=device_bytes, host_bytes=staging + host_bytes, disk_bytes=UNLIMITED_BYTES)
+        for host_bytes in sorted(data.draw(st.tuples(spare, spare)))
+    )
+    schedule = scheduled(plan, less, FAST_FILES)
+    assume(schedule is not None)
+    assert schedule is not None
+    assert make_schedule(plan, more, FAST_FILES).seconds <= schedule.seconds * (1 + 1e-12)
 
 
 @given(data=st.data(), plan=random_plans())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +87,13 @@ def test_a_whole_value_takes_its_memory_anew_and_on_disk_a_file_for_each_piece(
 ) -> None:
     two_pieces = TensorSpec(shape=(2, 1), dtype="float32")
     assert copy_s(ROUND, Value(name="v", tensors={"a": two_pieces, "b": two_pieces}), source, target) == seconds
+
+
+def test_no_copy_of_a_value_to_the_disk_takes_less_than_one_to_the_host() -> None:
+    cached = replace(ROUND, disk_write_bytes_per_s=1e9, file_s=0.0)
+    value = Value(name="v", tensors={"a": TensorSpec(shape=(2, 1), dtype="float32")})
+    assert cached.transfer_s(DEVICE, DISK, 8, 2) < copy_s(cached, value, DEVICE, HOST)
+    assert copy_s(cached, value, DEVICE, DISK) == copy_s(cached, value, DEVICE, HOST)
 
 
 def test_transfers_beside_compute_are_hidden_as_far_as_they_overlap() -> None:
