@@ -217,13 +217,17 @@ class _Call:
                 reads=tuple(name for name in self.values if name not in self.updated),
                 writes=tuple(outputs.values()),
                 updates=tuple(name for name in self.values if name in self.updated),
-                workspace_bytes=workspace + (0 if fills else sum(spec.nbytes for spec in specs.values())),
+                workspace_bytes=workspace + (0 if fills else self._returned_bytes(specs)),
                 declared_bytes=workspace,
                 cost=self._cost(sizes, specs),
                 origin=self.origin,
             )
         )
         return self._returned(values)
+
+    def _returned_bytes(self, specs: Mapping[str, TensorSpec]) -> int:
+        """Return the device bytes of the tensors that the function makes and returns, beside the Values they go to."""
+        return sum(self.plan.kind.rounded(spec.nbytes) for spec in specs.values())
 
     def _error(self, message: str) -> PlanError:
         return PlanError(f"stage function {self.function_name} {message}{at(self.origin)}")

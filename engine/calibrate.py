@@ -111,7 +111,7 @@ class Calibration:
 
     def describe(self) -> str:
         """Say what was measured, and how well the profile's times agree with it."""
-        numbers = {key: value for key, value in asdict(self.profile).items() if key != "name"}
+        numbers = {key: value for key, value in asdict(self.profile).items() if isinstance(value, float)}
         off = [abs(self.profile.seconds(item.cost) / item.seconds - 1.0) for item in self.observations]
         total_s = sum(item.seconds for item in self.observations)
         fitted_s = sum(self.profile.seconds(item.cost) for item in self.observations)

@@ -49,7 +49,9 @@ class StageContext:
         for stream in stage.streams:
             if stream.buffered and not away.isdisjoint(stream.values):
                 nbytes = machine.plan.buffer_bytes(stream)
-                buffers = [torch.empty(nbytes, dtype=torch.uint8, device=machine.device) for _ in range(slots)]
+                buffers = [
+                    torch.empty(nbytes, dtype=torch.uint8, device=machine.device.torch_device) for _ in range(slots)
+                ]
                 pieces = PieceStream(machine, self._porter, stream.values, [Slot(buffer) for buffer in buffers])
                 self._streams |= {name: pieces for name in stream.values if name not in self._streams}
         self._staging: Slot | None = None
@@ -70,7 +72,7 @@ class StageContext:
     @property
     def device(self) -> torch.device:
         """Torch's device that the stage runs on."""
-        return self._machine.device
+        return self._machine.device.torch_device
 
     @property
     def live_bytes(self) -> int:

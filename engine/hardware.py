@@ -21,13 +21,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy.typing as npt
 
 from engine.budget import Tier
+from engine.device_kind import CPU, DeviceKind, cuda_kind
 from engine.errors import UsageError
 from engine.plan import Cost
 from engine.units import shortened
@@ -38,6 +39,7 @@ _SLOWEST, _FASTEST = 1.0, 1e21
 # Of rates a second: less or more is a mistake, and the time of anything stays a finite number that can be read.
 _LONGEST_S = 3600.0
 # Of one operator, stage or piece. More is a mistake, and infinity none of these numbers.
+_MOST_MULTIPROCESSORS = 10_000
 _LONGEST_NAME = 255
 # That of a file.
 
@@ -47,6 +49,8 @@ class HardwareProfile:
     """Rates per second, prices in seconds, and ``overlap``, a fraction.
 
     Attributes:
+        device: torch's name of the device's type, ``cpu`` or ``cuda``.
+        multiprocessors: of a device with CUDA.
         weight_bytes_per_s: of weights that matrix products read.
         kernel_s: price of an operator, ``stage_s`` of a stage.
         host_link_bytes_per_s: between device and host, in either direction.
@@ -58,6 +62,8 @@ class HardwareProfile:
     """
 
     name: str
+    device: str = CPU.name
+    multiprocessors: int = 0
     flops_per_s: float
     attention_flops_per_s: float
     attention_backward_flops_per_s: float
@@ -75,6 +81,11 @@ class HardwareProfile:
     array_s: float
     saved_bytes_per_s: float
     overlap: float
+
+    @property
+    def kind(self) -> DeviceKind:
+        """The kind of device that the profile is of."""
+        return CPU if self.device == CPU.name else cuda_kind(self.multiprocessors)
 
     def prices(self) -> dict[str, float]:
         """Return the seconds of one unit of every kind of `Cost`."""
@@ -134,6 +145,8 @@ def _accelerator(
     """Return the profile of a GPU from data-sheet figures: dense bfloat16, one direction of the link, boost clock."""
     return HardwareProfile(
         name=name,
+        device="cuda",
+        multiprocessors=multiprocessors,
         flops_per_s=_MATMUL * peak_flops_per_s,
         attention_flops_per_s=_ATTENTION * peak_flops_per_s,
         attention_backward_flops_per_s=_ATTENTION_BACKWARD * peak_flops_per_s,
@@ -224,10 +237,11 @@ def _parsed(path: Path) -> Any:
 
 def _check_fields(path: Path, data: object) -> None:
     names = {item.name for item in fields(HardwareProfile)}
+    needed = {item.name for item in fields(HardwareProfile) if item.default is MISSING}
     if not isinstance(data, Mapping):
         raise UsageError(f"hardware profile {path} must be one JSON object with the fields {', '.join(sorted(names))}")
-    if set(data) != names:
-        missing, unknown = sorted(names - set(data)), sorted(set(data) - names)
+    missing, unknown = sorted(needed - set(data)), sorted(set(data) - names)
+    if missing or unknown:
         raise UsageError(
             f"hardware profile {path}: missing fields: {', '.join(missing) or 'none'}; unknown fields: "
             f"{shortened(', '.join(map(ascii, unknown))) or 'none'}; engine calibrate writes a whole one"
@@ -235,9 +249,9 @@ def _check_fields(path: Path, data: object) -> None:
     bad = [f"{key!r}: {_shown(value)}" for key, value in data.items() if not _in_range(key, value)]
     if bad:
         raise UsageError(
-            f"hardware profile {path}: out of range: {{{', '.join(bad)}}}; name is a line of text, rates (..._per_s) "
-            f"are numbers from {_SLOWEST:g} to {_FASTEST:g}, seconds (..._s) from 0 to {_LONGEST_S:g}, overlap is from "
-            "0 to 1"
+            f"hardware profile {path}: out of range: {{{', '.join(bad)}}}; name is a line of text, device is cpu or "
+            f"cuda, multiprocessors a whole number from 0 to {_MOST_MULTIPROCESSORS}, rates (..._per_s) are numbers "
+            f"from {_SLOWEST:g} to {_FASTEST:g}, seconds (..._s) from 0 to {_LONGEST_S:g}, overlap is from 0 to 1"
         )
 
 
@@ -248,8 +262,12 @@ def _shown(value: object) -> str:
 def _in_range(key: str, value: object) -> bool:
     if key == "name":
         return isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST_NAME
+    if key == "device":
+        return value in ("cpu", "cuda")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
+    if key == "multiprocessors":
+        return isinstance(value, int) and 0 <= value <= _MOST_MULTIPROCESSORS
     if key.endswith("_per_s"):
         return _SLOWEST <= value <= _FASTEST
     return 0 <= value <= (1 if key == "overlap" else _LONGEST_S)

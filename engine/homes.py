@@ -103,7 +103,7 @@ class _Room:
         need = extra + self._peak_bytes(fixed)
         if need <= self.budget[tier] or (not fixed and need < in_all):
             return None
-        largest = max(fixed, key=lambda number: int(self.needs.nbytes[number]), default=None)
+        largest = max(fixed, key=lambda number: int(self.needs.home_bytes[number]), default=None)
         named = "" if largest is None else f", the largest of them {self.needs.names[largest]}"
         what = f"what can be nowhere else{named}," if fixed else "the buffer between device and disk"
         return (
@@ -116,7 +116,7 @@ class _Room:
         return [number for number in self.needs.outside if self.needs.values[number].tiers == (tier,)]
 
     def _peak_bytes(self, numbers: Sequence[int]) -> int:
-        return int(self.needs.living_bytes(numbers, self.births, self.needs.num_stages + 1).max(initial=0))
+        return int(self.needs.homes_bytes(numbers, self.births).max(initial=0))
 
 
 def _of_it(buffer_bytes: int) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.device_kind import CPU, DeviceKind, planning_for
 from engine.errors import EngineError, PlanError, UsageError, one_line
 from engine.origin import at, error_origin
 from engine.plan import Plan
@@ -34,15 +35,16 @@ class PlanFile:
     def name(self) -> str:
         return self.path.stem
 
-    def plan(self, settings: Mapping[str, str]) -> Plan:
-        """Call the plan function with ``settings``, given as text.
+    def plan(self, settings: Mapping[str, str], kind: DeviceKind = CPU) -> Plan:
+        """Call the plan function with ``settings``, given as text, and return its plan for a kind of device.
 
         Raises:
             UsageError: an unknown name, or a value that its annotation does not allow.
         """
         arguments = self._arguments(settings)
         try:
-            plan = self.build(**arguments)
+            with planning_for(kind):
+                plan = self.build(**arguments)
         except PlanError as error:
             raise _located(error) from error
         except EngineError:

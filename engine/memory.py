@@ -15,7 +15,7 @@ import ctypes
 import os
 import resource
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -51,8 +51,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: dict[str, int] = {DEVICE: 0, HOST: 0}
-        self.peak: dict[str, int] = {DEVICE: 0, HOST: 0}
+        self.live: MutableMapping[str, int] = {DEVICE: 0, HOST: 0}
+        self.peak: MutableMapping[str, int] = {DEVICE: 0, HOST: 0}
         self._tier = DEVICE
         self._known: dict[int, _Entry] = {}
 

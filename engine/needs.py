@@ -62,7 +62,8 @@ class Needs:
         used_at, resident_at, changed_at: for every Value the stages that use it, that use it as a resident, and that
             change it, each in order.
         streams: every use of a Value in a stream, but for pinned ones.
-        nbytes, births, deaths: of every Value.
+        nbytes, home_bytes: of every Value on the device, and on the other tiers.
+        births, deaths: of every Value.
         workspace_bytes: of every stage.
         buffer_bytes: of every stage, what its streams need with one buffer each.
         outside_buffer_bytes: the part of that for streams with Values that are never on the device.
@@ -76,6 +77,7 @@ class Needs:
     changed_at: list[list[int]]
     streams: StreamUses
     nbytes: Bytes
+    home_bytes: Bytes
     births: Numbers
     deaths: Numbers
     workspace_bytes: Bytes
@@ -156,19 +158,18 @@ class Needs:
         number = int(np.argmax(least))
         return int(least[number]), self.stages[number]
 
-    def living_bytes(
-        self, numbers: Sequence[int] | Numbers, births: Numbers | None = None, end: int | None = None
-    ) -> Bytes:
-        """Return the bytes of the Values ``numbers`` that are alive, by stage.
+    def living_bytes(self, numbers: Sequence[int] | Numbers) -> Bytes:
+        """Return the device bytes of the Values ``numbers`` that are alive, by stage."""
+        return self._living(numbers, self.nbytes, self.births, self.num_stages)
 
-        ``births`` replace their own where given; ``end`` is the number of stages to count (one more than there are
-        tells what is left at the end).
-        """
-        size = self.num_stages if end is None else end
+    def homes_bytes(self, numbers: Sequence[int] | Numbers, births: Numbers) -> Bytes:
+        """Return the bytes of the homes of Values that have them from ``births`` on, by stage and behind the last."""
+        return self._living(numbers, self.home_bytes, births, self.num_stages + 1)
+
+    def _living(self, numbers: Sequence[int] | Numbers, nbytes: Bytes, births: Numbers, size: int) -> Bytes:
         chosen = np.asarray(numbers, dtype=np.int64)
-        born = (self.births if births is None else births)[chosen]
-        steps = added_up(born, self.nbytes[chosen], size + 2)
-        steps -= added_up(np.minimum(self.deaths[chosen] + 1, size), self.nbytes[chosen], size + 2)
+        steps = added_up(births[chosen], nbytes[chosen], size + 2)
+        steps -= added_up(np.minimum(self.deaths[chosen] + 1, size), nbytes[chosen], size + 2)
         return np.cumsum(steps[:size])
 
 
@@ -198,7 +199,7 @@ def needs_of(plan: Plan, stages: Sequence[Stage]) -> Needs:
             if Tier.DEVICE in plan.values[name].tiers:  # files are never there
                 resident_at[numbers[name]].append(index)
     streams = _streams_of(stages, numbers)
-    buffer_bytes, outside_buffer_bytes = streams.buffer_bytes(values, end)
+    buffer_bytes, outside_buffer_bytes = streams.buffer_bytes(plan, values, end)
     return Needs(
         plan=plan,
         stages=tuple(stages),
@@ -207,12 +208,13 @@ def needs_of(plan: Plan, stages: Sequence[Stage]) -> Needs:
         resident_at=resident_at,
         changed_at=changed_at,
         streams=streams.uses(values),
-        nbytes=np.array([value.nbytes for value in values], dtype=np.int64),
+        nbytes=np.array([plan.bytes_on(Tier.DEVICE, value) for value in values], dtype=np.int64),
+        home_bytes=np.array([value.nbytes for value in values], dtype=np.int64),
         births=np.array([at[0] for at in used_at], dtype=np.int64),
         deaths=np.array(
             [end if value.keep else at[-1] for value, at in zip(values, used_at, strict=True)], dtype=np.int64
         ),
-        workspace_bytes=np.array([stage.workspace_bytes for stage in stages], dtype=np.int64),
+        workspace_bytes=np.array([plan.workspace_bytes(stage) for stage in stages], dtype=np.int64),
         buffer_bytes=buffer_bytes,
         outside_buffer_bytes=outside_buffer_bytes,
     )
@@ -235,11 +237,12 @@ class _Streams:
     values: Numbers
     pieces: Numbers
 
-    def buffer_bytes(self, values: Sequence[Value], num_stages: int) -> tuple[Bytes, Bytes]:
+    def buffer_bytes(self, plan: Plan, values: Sequence[Value], num_stages: int) -> tuple[Bytes, Bytes]:
         """Return the bytes of all streams' buffers by stage, and of those with Values that are never on the device."""
         if not self.streams:
             return np.zeros(num_stages, dtype=np.int64), np.zeros(num_stages, dtype=np.int64)
-        largest = np.array([0 if value.pinned else value.largest_piece_bytes for value in values], dtype=np.int64)
+        pieces = [0 if value.pinned else plan.kind.rounded(value.largest_piece_bytes) for value in values]
+        largest = np.array(pieces, dtype=np.int64)
         outside = np.array([Tier.DEVICE not in value.tiers for value in values])
         buffered = np.array([stream.buffered for stream in self.streams])
         nbytes = np.maximum.reduceat(largest[self.values], self.starts) * buffered

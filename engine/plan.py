@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import networkx as nx
 
 from engine.budget import Tier
+from engine.device_kind import DeviceKind, planned_kind
 from engine.errors import PlanError
 from engine.order import Dependencies, program_order
 from engine.origin import at, caller_origin
@@ -125,7 +126,8 @@ class ActualSizes:
 class Plan:
     """The DAG of stages. Built by `value` and `add`; `ordered` checks it and remembers the order until the next stage.
 
-    ``budget`` holds bytes by tier that the plan asks for unless the command line says otherwise. ``hooks`` are
+    ``kind`` is the kind of device that it is made for. ``budget`` holds bytes by tier that the plan asks for unless the
+    command line says otherwise. ``hooks`` are
     functions that are called by name (``audit`` and ``compare`` by the command line; ``actual``, which returns
     `ActualSizes`, after a run whose sizes were not all known before); ``taps`` are extra outputs by name
     (``gradients``). ``kept_folders`` are folders in the results for files that a resumed run finds again, since they
@@ -134,6 +136,7 @@ class Plan:
     """
 
     name: str
+    kind: DeviceKind = field(default_factory=planned_kind)
     choices: Choices = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
     budget: Mapping[str, int] = field(default_factory=dict)
@@ -319,7 +322,17 @@ class Plan:
     def buffer_bytes(self, stream: Stream) -> int:
         """Return the device bytes of a stream's buffer, if it comes to need one: its largest piece."""
         values = [self.values[name] for name in stream.values] if stream.buffered else []
-        return max([value.largest_piece_bytes for value in values if not value.pinned], default=0)
+        return self.kind.rounded(max([value.largest_piece_bytes for value in values if not value.pinned], default=0))
+
+    def bytes_on(self, tier: Tier, value: Value) -> int:
+        """Return the bytes that a Value takes on a tier: on a device every tensor is an allocation of its own."""
+        if tier is not Tier.DEVICE or self.kind.unit_bytes == 1:
+            return value.nbytes
+        return sum(self.kind.rounded(spec.nbytes) for spec in value.tensors.values())
+
+    def workspace_bytes(self, stage: Stage) -> int:
+        """Return the device bytes that a stage needs only while it runs, beyond its Values and buffers."""
+        return stage.workspace_bytes + self.kind.kept_bytes
 
     def graph(self) -> nx.DiGraph[str]:
         """Return the stages as a networkx graph; an edge means "must run before", ``values`` on it says why."""

@@ -361,7 +361,7 @@ def peak_bytes_at(forecast: Forecast, actual: ActualSizes) -> dict[Tier, int]:
     """Return the peaks of a schedule at the sizes that things turned out to have."""
     plan = replace(forecast.plan, values=forecast.plan.values | dict(actual.values))
     instructions = tuple(
-        replace(item, workspace_bytes=actual.workspace_bytes[item.stage])
+        replace(item, workspace_bytes=actual.workspace_bytes[item.stage] + plan.kind.kept_bytes)
         if isinstance(item, Run) and item.stage in actual.workspace_bytes
         else item
         for item in forecast.schedule.instructions

@@ -21,6 +21,7 @@ from typing import Any
 import engine
 from engine.atomic import atomic_write_bytes, atomic_write_text, check_writable
 from engine.budget import Tier
+from engine.device import CpuDevice, Device
 from engine.driver import Observer, drive
 from engine.errors import StageFailedError, UnsupportedModelError, UsageError
 from engine.journal import (
@@ -35,7 +36,7 @@ from engine.journal import (
     check_record,
     read_journal,
 )
-from engine.memory import DEVICE, HOST, LiveBytes, keep_freed_memory, peak_rss_bytes, return_freed_memory
+from engine.memory import DEVICE, HOST, keep_freed_memory, peak_rss_bytes, return_freed_memory
 from engine.origin import at
 from engine.own_stage import merge_reports
 from engine.plain import finite, plain
@@ -241,8 +242,9 @@ def execute(
     again: bool = False,
     observers: Iterable[Observer] = (),
     recording: Recording | None = None,
+    device: Device | None = None,
 ) -> Outcome:
-    """Run a forecast plan in a new run directory and return what it reports.
+    """Run a forecast plan in a new run directory and return what it reports; on the CPU unless ``device`` is given.
 
     With ``again`` the directory is that of an unfinished run, which begins again from its beginning.
 
@@ -276,6 +278,7 @@ def execute(
                 taps=taps,
                 observers=tuple(observers),
                 recording=recording if recording is not None else new_recording(forecast),
+                device=CpuDevice() if device is None else device,
             ).outcome()
     except UnsupportedModelError:
         if not again and not _any_commit(path):  # refused once its weights were there: nothing to resume
@@ -293,6 +296,7 @@ class _Run:
     taps: Taps
     observers: Sequence[Observer]
     recording: Recording
+    device: Device
 
     def outcome(self) -> Outcome:
         """Carry the plan out and leave trace, metrics and results."""
@@ -312,7 +316,8 @@ class _Run:
     def _machine(self) -> TorchMachine:
         return TorchMachine(
             self.forecast.plan,
-            meter=LiveBytes(),
+            meter=self.device.meter(),
+            device=self.device,
             store=Store.create(self.directory.store_path) if _uses_disk(self.forecast) else None,
             directory=self.directory.results_path,
             taps=self.taps,
@@ -324,6 +329,7 @@ class _Run:
 
     def _driven(self, machine: TorchMachine) -> Outcome:
         keep_freed_memory()
+        self.device.cap(self.forecast.budget.device_bytes)
         plan, schedule = self.forecast.plan, self.forecast.schedule
         keys = recipe_keys(schedule.stages, engine.CODE_VERSION)
         checked = _Checked(machine=machine, recording=self.recording, then_bytes=_next_scratch(schedule))

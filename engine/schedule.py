@@ -107,10 +107,12 @@ def filled_tier(instruction: Instruction) -> Tier | None:
 def begin(ledger: Ledger, plan: Plan, instruction: Instruction) -> None:
     """Count what an instruction adds. Raises DoesNotFitError if that is too much."""
     if isinstance(instruction, Create):
-        ledger.add(instruction.tier, instruction.value, plan.values[instruction.value].nbytes)
+        value, tier = plan.values[instruction.value], instruction.tier
+        ledger.add(tier, value.name, plan.bytes_on(tier, value))
     elif isinstance(instruction, Copy):
-        if not ledger.has(instruction.target, instruction.value):
-            ledger.add(instruction.target, instruction.value, plan.values[instruction.value].nbytes)
+        value, tier = plan.values[instruction.value], instruction.target
+        if not ledger.has(tier, value.name):
+            ledger.add(tier, value.name, plan.bytes_on(tier, value))
     elif isinstance(instruction, Run):
         ledger.add(Tier.DEVICE, _workspace_entry(instruction), instruction.workspace_bytes + instruction.buffer_bytes)
 
@@ -140,9 +142,12 @@ def device_floor(plan: Plan) -> tuple[int, Stage]:
 
 
 def staging_need(plan: Plan) -> int:
-    """Return the host bytes through which Values pass between device and disk: the largest piece of any of them."""
+    """Return the host bytes through which Values pass between device and disk: the largest piece of any of them.
+
+    Where the device's memory is not the CPU's there are two: what a stage writes row by row, and what is on its way.
+    """
     through = [value for value in plan.values.values() if Tier.DISK in value.tiers and not value.provided]
-    return max([value.largest_piece_bytes for value in through], default=0)
+    return (2 if plan.kind.bounces else 1) * max([value.largest_piece_bytes for value in through], default=0)
 
 
 def make_schedule(plan: Plan, budget: Budget, profile: HardwareProfile) -> Schedule:
@@ -283,7 +288,7 @@ def _run(plan: Plan, stage: Stage, here: set[str], *, slots: int, streamed_bytes
     away = [stream for stream in stage.streams if not here.issuperset(stream.values)]
     return Run(
         stage=stage.name,
-        workspace_bytes=stage.workspace_bytes,
+        workspace_bytes=plan.workspace_bytes(stage),
         buffer_bytes=slots * sum(plan.buffer_bytes(stream) for stream in away),
         slots=slots if away else 1,
         streamed_bytes=streamed_bytes,

@@ -15,8 +15,8 @@ Invariants:
 - An error of the porter is raised in the stage, as what it is, at the latest when the stage ends.
 - The thread begins with the first job of a stage and ends with the stage, whichever way that ends.
 
-Buffers and Values are allocated by the stage's thread; the porter's thread copies with numpy, which neither allocates
-tensors nor starts threads for large copies. A slot keeps the views of its buffer: every new one is seen by the counter
+Buffers and Values are allocated by the stage's thread; the porter's thread copies as the device does (`engine.device`),
+which allocates no tensors. A slot keeps the views of its buffer: every new one is seen by the counter
 of bytes, which takes longer than making it.
 """
 
@@ -28,12 +28,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from engine.budget import Tier
 from engine.plan import TensorSpec
-from engine.tensors import as_numpy, as_rows, chunk_index, piece_of, torch_dtype
+from engine.tensors import piece_of, torch_dtype
 
 if TYPE_CHECKING:
     from engine.worker import TorchMachine
@@ -60,27 +59,27 @@ class Porter:
 
     def fetch(self, place: Place, target: torch.Tensor) -> Job:
         """Fill ``target`` with a piece; one that was never written to the disk is zero."""
-        name, index = place
-        held, (key, spec) = self._machine.held[name], tensor_of(self._machine, name)
+        machine, (name, index) = self._machine, place
+        held, (key, spec) = machine.held[name], tensor_of(machine, name)
+        after = machine.device.moment()
         if held.tier is Tier.HOST:
-            source = as_numpy(piece_of(held.tensors[key], spec, index))
-            return self._submit(lambda: np.copyto(as_numpy(target), source))
-        if (key, index) not in held.written:
-            return self._submit(lambda: as_numpy(target).fill(0))
-        store, chunk, rows = self._machine.disk(), chunk_index(spec, index), as_numpy(as_rows(target, spec))
-        return self._submit(lambda: store.read_chunk(f"{name}/{key}", chunk, rows))
+            source = piece_of(held.tensors[key], spec, index)
+            return self._submit(lambda: machine.device.copy(target, source, after))
+        exists = (key, index) in held.written
+        return self._submit(lambda: machine.read_piece(name, key, index, target, after, exists=exists))
 
     def store(self, place: Place, source: torch.Tensor) -> Job:
         """Make ``source`` what a piece holds from now on; it must not change before the job is done."""
         self._raise_what_failed()
         machine, (name, index) = self._machine, place
         held, (key, spec) = machine.held[name], tensor_of(machine, name)
+        after = machine.device.moment()
         if held.tier is Tier.HOST:
-            target = as_numpy(piece_of(held.tensors[key], spec, index))
-            job = self._submit(lambda: np.copyto(target, as_numpy(source)))
+            target = piece_of(held.tensors[key], spec, index)
+            job = self._submit(lambda: machine.device.copy(target, source, after))
         else:
             held.written.add((key, index))
-            job = self._submit(lambda: machine.write_piece(name, key, index, source))
+            job = self._submit(lambda: machine.write_piece(name, key, index, source, after))
         self._writes[place] = job
         return job
 

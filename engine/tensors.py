@@ -6,6 +6,8 @@ stream moves at a time, and what is a chunk file on disk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -43,3 +45,17 @@ def chunk_index(spec: TensorSpec, index: int) -> tuple[int, ...]:
 def as_numpy(tensor: torch.Tensor) -> Any:
     """View a CPU tensor as numpy; bfloat16, which numpy lacks, as uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+@contextmanager
+def filled_as_numpy(tensor: torch.Tensor) -> Iterator[Any]:
+    """Yield numpy's view of a tensor to fill, or memory that is copied to the tensor where that is on another device.
+
+    (No bfloat16.)
+    """
+    if tensor.device.type == "cpu":
+        yield tensor.numpy()
+        return
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+    yield memory.numpy()
+    tensor.copy_(memory)

@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine.budget import Tier
 from engine.context import StageContext
+from engine.device import CpuDevice, Device, Moment
 from engine.errors import EngineError, RunDirectoryError, StageFailedError, UnsupportedModelError, one_line
 from engine.full_disk import what_to_do
 from engine.memory import LiveBytes
@@ -59,8 +59,8 @@ class Held:
 class TorchMachine:
     """Device, host and disk of one worker in this process.
 
-    ``directory`` is the run directory's place for results; ``store`` holds the disk tier. ``device`` is torch's;
-    on ``meta`` stages run without data, to be measured. ``taps`` are called after their stages, ``announce`` before a
+    ``directory`` is the run directory's place for results; ``store`` holds the disk tier. ``device`` is the CPU unless
+    given. ``taps`` are called after their stages, ``announce`` before a
     stage writes a file that is kept.
     """
 
@@ -71,12 +71,12 @@ class TorchMachine:
         meter: LiveBytes,
         store: Store | None,
         directory: Path | None,
-        device: str = "cpu",
+        device: Device | None = None,
         taps: Taps | None = None,
         announce: Announce = _tell_nobody,
     ) -> None:
         self.plan, self.meter, self.store, self.directory = plan, meter, store, directory
-        self.device = torch.device(device)
+        self.device: Device = CpuDevice() if device is None else device
         self.held: dict[str, Held] = {}  # what stages use: the copy on the device, or else the Value's home
         self._homes: dict[str, Held] = {}  # of Values that have a copy on the device as well
         self.results: dict[str, Any] = {}
@@ -92,7 +92,9 @@ class TorchMachine:
 
     def reserve(self, staging_bytes: int) -> None:
         with self.meter.on_host():
-            self._staging = torch.empty(staging_bytes, dtype=torch.uint8)
+            nbytes = staging_bytes // (2 if self.device.kind.bounces else 1)
+            self._staging = self.device.host_tensor((nbytes,), torch.uint8)
+            self.device.reserve_bounce(nbytes)
 
     def create(self, value: Value, tier: Tier) -> None:
         self.held[value.name] = Held(tier) if value.provided else self._new(value, tier, zero=True)
@@ -101,11 +103,11 @@ class TorchMachine:
         if target is Tier.DEVICE:
             home, copy = self.held[value.name], self._new(value, Tier.DEVICE)
             self._homes[value.name], self.held[value.name] = home, copy
-            work = partial(self._fill, value, home, copy)
+            work = partial(self._fill, value, home, copy, self.device.moment())
         else:
             home = self._homes.get(value.name) or self._new(value, target)
             self._homes[value.name] = home
-            work = partial(self._fill, value, self.held[value.name], home)
+            work = partial(self._fill, value, self.held[value.name], home, self.device.moment())
         if alongside:
             self._alongside.append(work)
         else:
@@ -124,25 +126,22 @@ class TorchMachine:
                     tensor.zero_()
         return made
 
-    def _fill(self, value: Value, source: Held, target: Held) -> None:
+    def _fill(self, value: Value, source: Held, target: Held, after: Moment) -> None:
         """Copy all that a Value holds, without allocating a tensor: it may be done by a thread.
 
         Pieces that were never written to the disk are zero.
         """
         for key, spec in value.tensors.items():
             if Tier.DISK not in (source.tier, target.tier):
-                np.copyto(as_numpy(target.tensors[key]), as_numpy(source.tensors[key]))
+                self.device.copy(target.tensors[key], source.tensors[key], after)
                 continue
             for index in range(spec.num_pieces):
                 if target.tier is Tier.DISK:
-                    self.write_piece(value.name, key, index, piece_of(source.tensors[key], spec, index))
+                    self.write_piece(value.name, key, index, piece_of(source.tensors[key], spec, index), after)
                     target.written.add((key, index))
-                    continue
-                rows = as_numpy(as_rows(piece_of(target.tensors[key], spec, index), spec))
-                if (key, index) in source.written:
-                    self.disk().read_chunk(f"{value.name}/{key}", chunk_index(spec, index), rows)
                 else:
-                    rows.fill(0)
+                    piece = piece_of(target.tensors[key], spec, index)
+                    self.read_piece(value.name, key, index, piece, after, exists=(key, index) in source.written)
 
     @contextmanager
     def _copies_alongside(self) -> Iterator[None]:
@@ -193,8 +192,8 @@ class TorchMachine:
     def _allocate(self, spec: TensorSpec, tier: Tier) -> torch.Tensor:
         if tier is Tier.HOST:
             with self.meter.on_host():
-                return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self.device)
+                return self.device.host_tensor(spec.shape, torch_dtype(spec.dtype))
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self.device.torch_device)
 
     @property
     def disk_bytes(self) -> int:
@@ -250,9 +249,19 @@ class TorchMachine:
             raise EngineError("the schedule uses the disk but reserved no staging buffer")
         return self._staging
 
-    def write_piece(self, name: str, key: str, index: int, piece: torch.Tensor) -> None:
-        """Write a piece to its chunk, from memory of the CPU. A thread may do so for stages."""
+    def read_piece(self, name: str, key: str, index: int, piece: torch.Tensor, after: Moment, *, exists: bool) -> None:
+        """Read a piece from its chunk; one that does ``not exist`` is zero. A thread may do so for stages."""
+        if not exists:
+            self.device.fill_zero(piece, after)
+            return
+        spec = self.plan.values[name].tensors[key]
+        with self.device.filling(piece, after) as memory:
+            self.disk().read_chunk(f"{name}/{key}", chunk_index(spec, index), as_numpy(as_rows(memory, spec)))
+
+    def write_piece(self, name: str, key: str, index: int, piece: torch.Tensor, after: Moment) -> None:
+        """Write a piece to its chunk. A thread may do so for stages."""
         spec, store, array = self.plan.values[name].tensors[key], self.disk(), f"{name}/{key}"
         chunk = chunk_index(spec, index)
-        crc = store.write_chunk(array, chunk, as_numpy(as_rows(piece, spec)), replace=True)
+        with self.device.reading(piece, after) as memory:
+            crc = store.write_chunk(array, chunk, as_numpy(as_rows(memory, spec)), replace=True)
         self.written.setdefault(name, {})[store.spec(array).chunk_key(chunk)] = crc

@@ -46,6 +46,7 @@ class RunBuilder:
         self.wide = accumulation_dtype(self.settings.dtype)
         self.plan = Plan(
             name=space.name,
+            kind=space.kind,
             choices={**choices, "page_tokens": self.settings.page_tokens},
             settings=self._fingerprint(),
             space=space,

@@ -33,6 +33,7 @@ _FIXED_BYTES = 2048
 def load(context: StageContext, policy: PolicySource, dtype: torch.dtype, seed: int) -> None:
     """Bring the policy's weights to the device."""
     model = policy.load(dtype, seed=seed)
+    model.hf.to(context.device)
     tensors = [*model.hf.parameters(), *model.hf.buffers()]
     context.provide(names.WEIGHTS, tensors=(tensor.detach() for tensor in tensors), item=model)
 
@@ -40,6 +41,7 @@ def load(context: StageContext, policy: PolicySource, dtype: torch.dtype, seed: 
 def load_skeleton(context: StageContext, policy: PolicySource, dtype: torch.dtype) -> None:
     """Bring the model without its weights to the device."""
     model = policy.skeleton(dtype)
+    model.hf.to(context.device)
     context.provide(names.WEIGHTS, tensors=model.hf.buffers(), item=model)
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from engine.budget import Tier
+from engine.device import CpuDevice
 from engine.errors import StageFailedError, UnsupportedModelError
 from engine.memory import DEVICE, LiveBytes
 from engine.plan import Plan, Stage, TensorSpec
@@ -98,7 +99,7 @@ class Estimator:
 
     def _trace(self, stage: Stage, plan: Plan) -> int:
         meter = self._model.meter = LiveBytes()
-        machine = TorchMachine(plan, meter=meter, store=None, directory=None, device="meta")
+        machine = TorchMachine(plan, meter=meter, store=None, directory=None, device=CpuDevice("meta"))
         with meter:
             for name in stage.used:
                 machine.create(plan.values[name], Tier.DEVICE)

@@ -30,7 +30,7 @@ import torch
 from engine.context import StageContext
 from engine.errors import StageFailedError, UsageError
 from engine.plan import Cost, Stage, Stream, TensorSpec, Value, ValueKind
-from engine.tensors import dtype_name, torch_dtype
+from engine.tensors import dtype_name, filled_as_numpy, torch_dtype
 from models.float64 import accumulation_dtype
 from stages import names
 from stages.files import file_value
@@ -246,7 +246,8 @@ class OptimizerState:
         if reader is not None:
             for kind, row in zip(self.kinds, piece, strict=True):
                 for part in parts:
-                    reader.read(kind, part.parameter, part.start, part.of_piece(row).numpy())
+                    with filled_as_numpy(part.of_piece(row)) as numbers:
+                        reader.read(kind, part.parameter, part.start, numbers)
         elif self.has_masters:
             for part in parts:
                 part.of_piece(piece[-1]).copy_(part.of_parameter(weights))
@@ -375,9 +376,9 @@ def _restore_stage(state: OptimizerState, source: OptimizerFile) -> Stage:
 def _read_row(reader: Reader, kind: str, parts: Sequence[Part], row: torch.Tensor, checksum: int) -> int:
     """Read a piece's numbers of one kind into ``row`` and return the checksum of all up to here."""
     for part in parts:
-        numbers = part.of_piece(row).numpy()
-        reader.read(kind, part.parameter, part.start, numbers)
-        checksum = google_crc32c.extend(checksum, numbers.view(np.uint8))
+        with filled_as_numpy(part.of_piece(row)) as numbers:
+            reader.read(kind, part.parameter, part.start, numbers)
+            checksum = google_crc32c.extend(checksum, numbers.view(np.uint8))
     return checksum
 
 
@@ -471,6 +472,6 @@ def _save(context: StageContext, state: OptimizerState, writer: Writer, *, with_
     for (parts, piece), masters in zip(state.reading(context), weights, strict=False):
         for part in parts:
             for kind, row in zip(state.kinds, piece, strict=True):
-                writer.append(kind, part.of_piece(row).numpy())
+                writer.append(kind, part.of_piece(row).cpu().numpy())
         for master in masters:
-            writer.append(MASTER, master.numpy())
+            writer.append(MASTER, master.cpu().numpy())

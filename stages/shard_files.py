@@ -75,7 +75,7 @@ def _write(context: StageContext, path: Path, values: Mapping[str, OptimizerStat
         for value, state in values.items():
             for piece in state.numbers(context, value):
                 for tensor in piece:
-                    file.write(as_bytes(tensor.to(dtype).view(torch.uint8).numpy()))
+                    file.write(as_bytes(tensor.to(dtype).cpu().view(torch.uint8).numpy()))
 
 
 def _header(states: Iterable[OptimizerState], dtype: str) -> bytes:

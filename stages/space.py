@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from engine.device_kind import DeviceKind, planned_kind
 from engine.errors import UsageError
 from engine.origin import at
 from engine.plan import Choices, Cost, Plan, Stage, TensorSpec
@@ -90,7 +91,8 @@ class Facts:
 class GrpoSpace:
     """The plans of one GRPO run under all choices; see `engine.plan.ChoiceSpace`.
 
-    ``steps`` are the groups of every step; ``rollout`` says how responses are made where a group is a `Prompt`.
+    ``steps`` are the groups of every step; ``rollout`` says how responses are made where a group is a `Prompt`;
+    ``kind`` is the kind of device that the plans are made for.
 
     The declared choices are all combinations of the ladders' values but those of layer spans with chunks so short that
     there were more than `MOST_SPANS_OF_CHUNKS` pairs of both.
@@ -102,6 +104,7 @@ class GrpoSpace:
     settings: GrpoSettings
     rollout: RolloutSettings | None = None
     tokenizer: Any = None
+    kind: DeviceKind = field(default_factory=planned_kind)
     sampled: SampledSizes = field(default_factory=SampledSizes, init=False)
     _lowered: dict[Hashable, Plan] = field(default_factory=dict, init=False)
     _outlines: dict[int, GrpoSpace] = field(default_factory=dict, init=False)

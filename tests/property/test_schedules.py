@@ -510,7 +510,7 @@ def execute(plan: Plan, budget: Budget, schedule: Schedule) -> Measured:
         }
         results = machine.results
         del machine  # no cycle holds it: what it held is freed here, without the collector
-    return Measured(results=results, measured=measured, planned=ledger.peak, live_after=meter.live)
+    return Measured(results=results, measured=measured, planned=ledger.peak, live_after=dict(meter.live))
 
 
 def placements(data: st.DataObject, plan: Plan) -> list[tuple[Budget, Schedule]]:

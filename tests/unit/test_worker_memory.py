@@ -52,7 +52,7 @@ def machine_with(tier: Tier, folder: Path, work: Callable[[StageContext], None] 
 
 
 def write_first_piece(machine: TorchMachine) -> None:
-    machine.write_piece("p", "pages", 0, numbers()[0])
+    machine.write_piece("p", "pages", 0, numbers()[0], None)
     machine.held["p"].written.add(("pages", 0))
 
 
