@@ -39,6 +39,7 @@ DTYPES = frozenset(
 # Of fixed size, the same in numpy and in the core of zarr v3.
 ASYNC_CONCURRENCY = 1
 # zarr-python handles only small metadata files here; its default of 10 would pay in threads and gain nothing.
+_AGAIN = "resume the run, which makes it again"
 _CHUNK = "c"
 _SEPARATOR = "."
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -180,7 +181,7 @@ def read_spec(root: Path, name: str) -> ArraySpec:
         )
         check_spec(spec)
     except Exception as error:  # zarr-python raises many kinds for metadata that it can't use
-        raise RunDirectoryError(f"can't use the zarr array {root / name}: {error}; start a new run") from error
+        raise RunDirectoryError(f"can't use the zarr array {root / name}: {error}; {_AGAIN}") from error
     return spec
 
 
@@ -201,9 +202,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
     try:
         metadata = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"can't read zarr metadata {path}: {error}; restore it or start a new run") from error
+        raise RunDirectoryError(f"can't read zarr metadata {path}: {error}; {_AGAIN}") from error
     if not isinstance(metadata, dict) or "node_type" not in metadata:
-        raise RunDirectoryError(f"{path} is not zarr metadata; restore it or start a new run")
+        raise RunDirectoryError(f"{path} is not zarr metadata; {_AGAIN}")
     return metadata
 
 

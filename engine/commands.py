@@ -159,7 +159,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     for text in (str(run.absolute()), request.plan, request.cwd, *request.settings):
         if not text.isascii() and text != text.encode("utf-8", "replace").decode():
             raise UsageError(f"{text!r} is not valid UTF-8, so a run could not record it; use another name")
-    if (journal := RunDirectory(path=run).journal_path).is_file():
+    if os.path.isfile(journal := RunDirectory(path=run).journal_path):
         Journal.check_free(journal)
     RunDirectory.check_new(run)
     plan, source = _load(request.plan, request.settings)

@@ -85,17 +85,24 @@ class _Room:
         return [*must, *may[:low]], [*may[low:], *never]
 
     def check(self, homes: Mapping[int, Tier], staging_bytes: int) -> None:
-        """Raise DoesNotFitError where homes take more of a tier than it has."""
-        for tier, extra in ((Tier.HOST, staging_bytes), (Tier.DISK, 0)):
-            need = extra + self._peak_bytes([number for number, home in homes.items() if home is tier])
-            if need > self.budget[tier]:
-                trouble = self._fixed_trouble(tier, extra, need) or (
-                    f"{format_bytes(self._peak_bytes(list(homes)))} have to leave the device at one time, and "
-                    f"need {format_bytes(need)} ({need} bytes) of the {tier}{_of_it(extra)}, but the budget is "
-                    f"{format_bytes(self.budget.host_bytes)} of host and {format_bytes(self.budget.disk_bytes)} of "
-                    "disk; give more of either, or more device"
-                )
-                raise DoesNotFitError(trouble, report={"tier": str(tier)})
+        """Raise DoesNotFitError where homes take more of a tier than it has; it names all such tiers."""
+        extras = {Tier.HOST: staging_bytes, Tier.DISK: 0}
+        found = [(tier, self._trouble(tier, homes, extra)) for tier, extra in extras.items()]
+        troubles = [(str(tier), trouble) for tier, trouble in found if trouble is not None]
+        if troubles:
+            raise DoesNotFitError("; besides, ".join(told for _, told in troubles), report={"tier": troubles[0][0]})
+
+    def _trouble(self, tier: Tier, homes: Mapping[int, Tier], extra: int) -> str | None:
+        """Say by how much a tier is too small for its homes and ``extra`` bytes, if it is."""
+        need = extra + self._peak_bytes([number for number, home in homes.items() if home is tier])
+        if need <= self.budget[tier]:
+            return None
+        return self._fixed_trouble(tier, extra, need) or (
+            f"{format_bytes(self._peak_bytes(list(homes)))} have to leave the device at one time, and "
+            f"need {format_bytes(need)} ({need} bytes) of the {tier}{_of_it(extra)}, but the budget is "
+            f"{format_bytes(self.budget.host_bytes)} of host and {format_bytes(self.budget.disk_bytes)} of "
+            "disk; give more of either, or more device"
+        )
 
     def _fixed_trouble(self, tier: Tier, extra: int, in_all: int) -> str | None:
         """Say what has to be on a tier and can be nowhere else, if that is too much already."""

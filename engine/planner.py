@@ -322,7 +322,16 @@ class Planner:
             need, stage = device_floor(whole)
             refusal = _refusal(stage, need, budget, self.plan.space)
             found = {"binding_stage": stage.name, "tier": str(Tier.DEVICE)}
-            raise DoesNotFitError(refusal, report=self._report(whole, budget) | found)
+            besides = self._trouble_besides(choices, replace(budget, device_bytes=nbytes))
+            raise DoesNotFitError(refusal + besides, report=self._report(whole, budget) | found)
+
+    def _trouble_besides(self, choices: Choices, budget: Budget) -> str:
+        """Say what else is too small once the device is large enough for ``choices``; nothing where all else fits."""
+        try:
+            self._placed(self._sketch(choices), budget)
+        except DoesNotFitError as error:
+            return f"; besides, on a device of so many bytes, {error}"
+        return ""
 
     def _report(self, plan: Plan, budget: Budget) -> dict[str, object]:
         """Return what a refusal says as data; ``tier`` is the one that is too small."""

@@ -26,10 +26,13 @@ from pathlib import Path
 
 import google_crc32c
 
-from engine.atomic import is_partial, remove_tree, sync_directory
+from engine.atomic import is_partial, partial_path, remove_tree, sync_directory
 from engine.errors import RunDirectoryError, UsageError
 
 METRICS_FILE = "metrics.jsonl"
+
+LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 3000
+# File systems take no longer names, and Linux no path of 4,096 bytes; a run has paths of its own below its directory.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +60,12 @@ class RunDirectory:
 
     @classmethod
     def check_new(cls, path: Path) -> None:
-        """Say at once, not after minutes of planning, that no run can begin at ``path``; changes nothing.
+        """Say at once, not after minutes of planning, that no run can begin at ``path``; leaves nothing there.
 
         Raises:
             UsageError: there is something at ``path`` already, it lies in another run, or it can't be written.
         """
+        _check_length(path)
         if path.exists() and not path.is_dir():
             raise UsageError(f"run directory {path} is a file; name another directory with --run")
         if path.is_dir() and (num_entries := len(list(path.iterdir()))):
@@ -79,6 +83,14 @@ class RunDirectory:
             read_only = os.statvfs(place).f_flag & os.ST_RDONLY
             why = "its file system is read-only" if read_only else "no permission"
             raise UsageError(f"can't make run directory {path} in {place}: {why}; name another with --run")
+        try:  # some places tell only so: /proc, or a file system of other users' root
+            probe = partial_path(place / "run")
+            os.mkdir(probe)
+            os.rmdir(probe)
+        except OSError as error:
+            raise UsageError(
+                f"can't make run directory {path}: {place} can't be written ({error.strerror}); name another with --run"
+            ) from error
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -150,6 +162,22 @@ class RunDirectory:
         uncommitted = [path for path in found if path not in usable]
         for old in (self.store_path, self.trace_path, self.results_path / METRICS_FILE, *uncommitted):
             remove_tree(old)
+
+
+def _check_length(path: Path) -> None:
+    longest = max(path.parts, key=lambda part: len(os.fsencode(part)), default="")
+    num_bytes = len(os.fsencode(longest))
+    if num_bytes > LONGEST_NAME_BYTES:
+        raise UsageError(
+            f"can't make run directory {path}: a name of {num_bytes} bytes, and file systems take "
+            f"{LONGEST_NAME_BYTES}; name a shorter one with --run"
+        )
+    num_bytes = len(os.fsencode(path.absolute()))
+    if num_bytes > LONGEST_PATH_BYTES:
+        raise UsageError(
+            f"can't make run directory {path}: its path has {num_bytes} bytes, of {LONGEST_PATH_BYTES} at most; "
+            "name a shorter one with --run"
+        )
 
 
 def _check_folder(path: Path) -> None:

@@ -235,7 +235,9 @@ class Store:
         whole = spec.extent(index) == spec.chunk_shape
         data = target if whole else np.empty(spec.chunk_shape, spec.dtype)
         if problem := read_file(f"{self._root}/{key}", data, crc):
-            raise RunDirectoryError(f"chunk {index} of array {name!r} {problem}; start a new run, or restore the file")
+            raise RunDirectoryError(
+                f"chunk {index} of array {name!r} {problem}; `engine resume {self._root.parent}` makes it again"
+            )
         if not whole:
             target[...] = data[_inside(spec, index)]
 

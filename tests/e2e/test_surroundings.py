@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine.journal import RunFinished, read_journal
-from tests.e2e.test_cli import LIGHT, engine
+from tests.e2e.test_cli import LIGHT, ONCE, engine
 
 ENGINE = (sys.executable, "-m", "engine")
 
@@ -114,3 +114,60 @@ def test_a_journal_never_gets_the_number_of_a_stream_that_was_closed() -> None:
     done = engine_with(">&- 2>&-", "execute", "light.py", "--set", hook, "--run", "run")
     assert done.returncode == 5  # to write there fails, as it does without us
     assert engine("show", "run", "--json").data()["stages_committed"] == 2
+
+
+# The run directory
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [("a" * 256, "a name of 256 bytes"), ("new/" + "a" * 256, "a name of 256 bytes"), ("/proc/x", "can't be written")],
+    ids=["long", "long in a new folder", "proc"],
+)
+def test_a_run_directory_that_can_never_be_is_wrong_usage_and_nothing_is_written(
+    run: str, why: str, folder: Path
+) -> None:
+    result = engine("execute", "light.py", "--run", run)
+    assert result.code == 2
+    assert result.err.startswith(f"engine: error: can't make run directory {run}: ")
+    assert why in result.err
+    assert [path.name for path in folder.iterdir()] == ["light.py"]
+
+
+# A Value that leaves for the disk while another stage works; ``hook`` runs in that one.
+SPILLING = """
+    from pathlib import Path
+
+    from engine import Plan, Stage, TensorSpec, Value
+
+
+    def spilling(hook: str = "") -> Plan:
+        plan = Plan(name="spilling")
+        plan.value(Value(name="v", tensors={"t": TensorSpec(shape=(1000,), dtype="float32")}))
+
+        def write(context):
+            context.tensors("v")["t"].fill_(3)
+
+        def work(context):
+            exec(hook)
+
+        def read(context):
+            context.results["loss"] = float(context.tensors("v")["t"].sum())
+
+        plan.add(Stage(name="write", kind="write", run=write, writes=("v",)))
+        plan.add(Stage(name="work", kind="work", run=work, workspace_bytes=4000))
+        plan.add(Stage(name="read", kind="read", run=read, workspace_bytes=100, reads=("v",)))
+        return plan
+"""
+ON_DISK = ("--budget", "device=5000,host=3000,disk=1MiB")
+
+
+@pytest.mark.parametrize("action", ["chunk.write_bytes(bytes(4))", "chunk.unlink()"], ids=["damaged", "gone"])
+def test_a_chunk_that_is_damaged_says_that_a_resume_makes_it_again_which_it_does(action: str, folder: Path) -> None:
+    Path("spilling.py").write_text(textwrap.dedent(SPILLING))
+    first = ONCE.format(flag=folder / "flag", action=f"[{action} for chunk in Path('run').rglob('c.0')]")
+    result = engine("execute", "spilling.py", "--set", f"hook={first}", *ON_DISK, "--run", "run")
+    assert result.code == 4
+    assert "chunk (0,) of array 'v/t' is " in result.err
+    assert result.err.endswith("; `engine resume run` makes it again\n")
+    assert engine("resume", "run", "--json").data()["loss"] == 3000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -185,6 +186,17 @@ def test_a_plan_that_fits_the_device_but_neither_host_nor_disk_is_refused_with_a
     assert raised.value.report["feasible"] is False
     assert raised.value.report["tier"] == "disk"
     assert raised.value.report["smallest_device_bytes"] == 100
+
+
+def test_a_refusal_names_every_tier_that_is_too_small() -> None:
+    with pytest.raises(DoesNotFitError) as host_and_disk:
+        forecast(spilling_plan(), Budget(device_bytes=150, host_bytes=0, disk_bytes=99), CPU)
+    assert re.search(r"give --budget host=\d+ or more; besides, .* \(100 bytes\) of the disk", str(host_and_disk.value))
+    assert host_and_disk.value.report["tier"] == "host"
+    with pytest.raises(DoesNotFitError) as device_too:
+        forecast(spilling_plan(), Budget(device_bytes=99, host_bytes=99, disk_bytes=99), CPU)
+    assert re.search(r"--budget device=100 or more, .*; besides, .* \(100 bytes\) of the disk", str(device_too.value))
+    assert device_too.value.report["tier"] == "device"
 
 
 def file_plan() -> Plan:

@@ -57,11 +57,47 @@ def test_a_place_that_can_not_be_written_is_refused_with_its_name_and_the_reason
         RunDirectory.check_new(tmp_path / "a" / "run")
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
+def test_a_place_that_only_refuses_when_it_is_written_is_refused_before_any_planning() -> None:
+    refusal = r"can't make run directory /proc/x: /proc can't be written \(.*\); name another"
+    with pytest.raises(UsageError, match=refusal):
+        RunDirectory.check_new(Path("/proc/x"))
+
+
+def test_looking_whether_a_run_can_begin_leaves_nothing_behind(tmp_path: Path) -> None:
+    RunDirectory.check_new(tmp_path)
+    RunDirectory.check_new(tmp_path / "a" / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("ä" * 128, "a name of 256 bytes, and file systems take 255; name a shorter one with --run"),
+        ("a" * 256 + "/run", "a name of 256 bytes, and file systems take 255; name a shorter one with --run"),
+        ("/".join(["a" * 200] * 15), r"its path has \d+ bytes, of 3000 at most; name a shorter one with --run"),
+    ],
+    ids=["name", "parent", "path"],
+)
+def test_a_name_that_is_too_long_is_refused_and_nothing_is_made(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(UsageError, match=f"can't make run directory .*: {why}$"):
+        RunDirectory.create(tmp_path / "new" / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_as_long_as_file_systems_take_is_no_problem(tmp_path: Path) -> None:
+    assert RunDirectory.create(tmp_path / ("a" * 255)).path.is_dir()
+
+
 def test_what_only_making_the_directory_finds_out_is_an_error_of_usage_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(30, "Read-only file system")
+    mkdir = os.mkdir
+
+    def fail(path: Path, *mode: int) -> None:
+        if Path(path).name == "run":
+            raise OSError(30, "Read-only file system")
+        mkdir(path, *mode)
 
     monkeypatch.setattr(os, "mkdir", fail)
     with pytest.raises(UsageError, match=r"can't make run directory .*/run: Read-only file system; mend that"):

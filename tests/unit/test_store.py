@@ -191,6 +191,7 @@ def test_any_flipped_bit_is_an_error_that_names_array_chunk_and_file(bit: int) -
         with pytest.raises(RunDirectoryError) as caught:
             store.read_chunk("layers/0/k", (2,), np.empty(4, np.float32))
         assert f"chunk (2,) of array 'layers/0/k' is damaged: CRC32C of {path} is" in str(caught.value)
+        assert str(caught.value).endswith(f"; `engine resume {store.root.parent}` makes it again")
 
 
 def test_a_flipped_bit_in_the_padding_of_an_edge_chunk_is_an_error_too(store: Store) -> None:
