@@ -30,8 +30,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="engine",
         description="Plan, simulate and execute post-training steps at million-token context under a memory budget.",
         epilog="exit codes: 0 done, 1 audit out of tolerance, 2 wrong usage, bad input or a result that can't be "
-        "written, 3 does not fit the budget, 4 run directory damaged or of another plan, 5 a stage failed or passed "
-        "its planned bytes, 130 interrupted, 141 whoever read the output went away",
+        "written, 3 does not fit the budget, 4 run directory damaged, gone or of another plan, 5 a stage failed or "
+        "passed its planned bytes, 130 interrupted, 141 whoever read the output went away",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

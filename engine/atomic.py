@@ -2,7 +2,8 @@
 
 Invariant: a name that a reader can see holds everything it will ever hold. What is written is built under a hidden
 ``.NAME.*.partial`` beside its place, synced, and renamed. What a killed process leaves behind is therefore only such
-partial names.
+partial names. The folder of what is written is made where it is missing, those above it are not: a run directory that
+was removed meanwhile does not come back for a file of it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the file could not be written; ``path`` is as it was, and nothing is left beside it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     partial = partial_path(path)
     try:
         yield partial
@@ -88,7 +89,7 @@ def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     if not replace and os.path.lexists(path):
         raise UsageError(f"{path} exists already; remove it or name another place")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     partial = partial_path(path)
     partial.mkdir()
     try:

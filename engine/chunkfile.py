@@ -49,7 +49,7 @@ def write_file(root: Path, key: str, array: Array, *, replace: bool) -> int:
     """
     path = f"{root}/{key}"
     with full_disk_explained(root, array.nbytes, f"chunk {key}"):
-        fd = _open_to_write(path, os.O_WRONLY | os.O_CREAT | (0 if replace else os.O_EXCL))
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | (0 if replace else os.O_EXCL), 0o666)
         try:
             try:
                 if not replace and array.nbytes > BLOCK_BYTES:
@@ -61,14 +61,6 @@ def write_file(root: Path, key: str, array: Array, *, replace: bool) -> int:
             os.unlink(path)
             raise
     return crc
-
-
-def _open_to_write(path: str, flags: int) -> int:
-    try:
-        return os.open(path, flags, 0o666)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return os.open(path, flags, 0o666)
 
 
 def _reserve(fd: int, nbytes: int) -> None:

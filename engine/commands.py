@@ -42,6 +42,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 def _guarded(arguments: argparse.Namespace) -> int:
     """Run one command; errors made on purpose become a message on standard error and their exit code."""
     try:
+        _check_current_folder()
         return _COMMANDS[arguments.command](arguments)
     except KeyboardInterrupt:
         run = _started(arguments)
@@ -62,6 +63,13 @@ def _guarded(arguments: argparse.Namespace) -> int:
         traceback.print_exc(file=sys.stderr)
         say(f"engine: internal error: {type(error).__name__}: {error}; please report it")
         return StageFailedError.exit_code
+
+
+def _check_current_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder was removed; go to one that is there") from error
 
 
 def _started(arguments: argparse.Namespace) -> Path | None:

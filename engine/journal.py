@@ -141,6 +141,7 @@ class Journal:
 
     def __init__(self, path: Path, fd: int, num_bytes: int) -> None:
         self._path = path
+        self._place = path.absolute()
         self._fd = fd
         self._num_bytes = num_bytes
         self._failed = False
@@ -200,16 +201,33 @@ class Journal:
         """How long the journal is, header included."""
         return self._num_bytes
 
+    def is_in_place(self) -> bool:
+        """Return whether this is the file at its path still, and was not moved or removed meanwhile."""
+        try:
+            return os.path.samestat(os.stat(self._place), os.fstat(self._fd))
+        except OSError:
+            return False
+
+    def check_in_place(self) -> None:
+        """Raise RunDirectoryError unless this is the file at its path still."""
+        if not self.is_in_place():
+            raise RunDirectoryError(
+                f"run directory {self._path.parent} was moved, removed or emptied while it was run: its journal is not "
+                f"at {self._path} any more; if it was moved, resume it where it is now, else execute again"
+            )
+
     def append(self, record: Record, sync: bool = False) -> None:
         """Append ``record``; with ``sync`` it and all before it are on disk when this returns.
 
         Raises:
             UsageError: the record can't be written so that it reads back equal, or is longer than a frame may be.
+            RunDirectoryError: the journal is not at its path any more.
             StageFailedError: the disk refused; the journal ends with the record before this one.
         """
         frame = _encode_frame(record)
         if self._failed:
             raise StageFailedError(f"journal {self._path} failed earlier and takes no more records; resume the run")
+        self.check_in_place()
         try:
             self._write(frame)
             if sync:

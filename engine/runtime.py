@@ -258,6 +258,7 @@ def execute(
     Raises:
         UsageError: the run directory exists and is not empty, or an extra output can't be written.
         StageFailedError: a stage failed or used more than was planned.
+        RunDirectoryError: the run directory was moved, removed or emptied meanwhile.
     """
     taps, record = open_taps(forecast.plan, wanted or {}), _plan_record(forecast, recipe or {})
     if not again:
@@ -299,7 +300,19 @@ class _Run:
     device: Device
 
     def outcome(self) -> Outcome:
-        """Carry the plan out and leave trace, metrics and results."""
+        """Carry the plan out and leave trace, metrics and results.
+
+        Whatever fails because the run directory went away meanwhile is told as that.
+        """
+        try:
+            outcome = self._carried_out()
+            self.journal.check_in_place()
+            return outcome
+        except Exception:
+            self.journal.check_in_place()
+            raise
+
+    def _carried_out(self) -> Outcome:
         self.directory.results_path.mkdir(exist_ok=True)
         machine = self._machine()
         try:
@@ -307,6 +320,7 @@ class _Run:
         finally:
             self.recording.close()
             self._leave_trace()
+        self.journal.check_in_place()
         self._leave_metrics(outcome)
         for name, value in outcome.results.items():
             self.journal.append(ResultRecord(name=name, payload={"value": value}))
@@ -352,7 +366,12 @@ class _Run:
         )
 
     def _leave_trace(self) -> None:
-        """Write the trace; a run is not lost, and an error not hidden, because that can't be done."""
+        """Write the trace; a run is not lost, and an error not hidden, because that can't be done.
+
+        Where the run directory went away, none is made anew for it.
+        """
+        if not self.journal.is_in_place():
+            return
         try:
             atomic_write_text(self.directory.trace_path, chrome_trace([self.forecast.recording, self.recording]))
         except OSError as error:

@@ -6,15 +6,20 @@ Each in a process of its own, on a light plan.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine.journal import RunFinished, read_journal
-from tests.e2e.test_cli import LIGHT, ONCE, engine
+from engine.plan import Stage
+from engine.progress import Progress
+from tests.e2e.test_cli import LIGHT, ONCE, TINY, engine
 
 ENGINE = (sys.executable, "-m", "engine")
 
@@ -171,3 +176,74 @@ def test_a_chunk_that_is_damaged_says_that_a_resume_makes_it_again_which_it_does
     assert "chunk (0,) of array 'v/t' is " in result.err
     assert result.err.endswith("; `engine resume run` makes it again\n")
     assert engine("resume", "run", "--json").data()["loss"] == 3000
+
+
+def moved() -> None:
+    os.rename("run", "elsewhere")
+
+
+def removed() -> None:
+    shutil.rmtree("run")
+
+
+def emptied() -> None:
+    removed()
+    os.mkdir("run")
+
+
+def without_journal() -> None:
+    os.unlink("run/journal.msgpack")
+
+
+def replaced() -> None:
+    shutil.copyfile("run/journal.msgpack", "copy")
+    os.replace("copy", "run/journal.msgpack")
+
+
+@pytest.mark.parametrize("position", [1, 4, -1], ids=["early", "amid", "in the checkpoint"])
+@pytest.mark.parametrize("what", [moved, removed, emptied, without_journal, replaced])
+def test_a_run_directory_that_goes_away_ends_the_run_with_exit_4_and_nothing_there_looks_resumable(
+    what: Callable[[], None], position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stage_begins(self: Progress, stage: object, planned_bytes: object) -> None:
+        if self._done == position % self._num_stages:
+            what()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "stage_begins", stage_begins)
+        result = engine("execute", *TINY, "--run", "run", "--json")
+    assert (result.code, result.out) == (4, "")
+    assert result.err.splitlines()[-1] == (
+        "engine: error: run directory run was moved, removed or emptied while it was run: its journal is not at "
+        "run/journal.msgpack any more; if it was moved, resume it where it is now, else execute again"
+    )
+    assert Path("run").exists() == (what not in (moved, removed))
+    assert not list(Path().rglob("*.partial"))
+    if what is moved:
+        assert engine("resume", "elsewhere").code == 0
+    elif what is not replaced:
+        assert engine("resume", "run").code == 4
+
+
+def test_a_run_whose_journal_goes_away_after_its_last_stage_is_not_told_as_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stage_ends(self: Progress, stage: Stage, planned_bytes: object) -> None:
+        if stage.name == "report":
+            without_journal()
+
+    monkeypatch.setattr(Progress, "stage_ends", stage_ends)
+    result = engine("execute", "light.py", "--run", "run", "--json")
+    assert (result.code, result.out) == (4, "")
+    assert sorted(path.name for path in Path("run").rglob("*") if path.is_file()) == ["plan.py", "sum.bin"]
+
+
+@pytest.mark.parametrize("command", [["show", "nothing"], ["simulate", "tiny_dense"], ["execute", "tiny_dense"]])
+def test_a_current_folder_that_was_removed_is_told(command: list[str], folder: Path) -> None:
+    (folder / "gone").mkdir()
+    script = 'cd gone; rmdir ../gone; "$@"'
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *ENGINE, *command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "engine: error: the current folder was removed; go to one that is there\n"

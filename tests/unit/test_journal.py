@@ -420,6 +420,25 @@ def test_a_journal_that_could_not_be_created_leaves_no_file(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_journal_takes_no_record_once_it_is_not_at_its_path_any_more(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with Journal.create(tmp_path / "run" / "journal") as journal:
+        journal.append(EXAMPLE[0])
+        os.rename(tmp_path / "run", tmp_path / "moved")
+        with pytest.raises(RunDirectoryError, match=r"run was moved, removed or emptied while it was run: .* if it was "):
+            journal.append(EXAMPLE[1])
+        os.rename(tmp_path / "moved", tmp_path / "run")
+        journal.append(EXAMPLE[2])
+    assert read_journal(tmp_path / "run" / "journal")[0] == [EXAMPLE[0], EXAMPLE[2]]
+
+
+def test_a_journal_is_in_its_place_from_whatever_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Journal.create(Path("journal")) as journal:
+        monkeypatch.chdir("/")
+        assert journal.is_in_place()
+
+
 def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path / "journal")
     journal.close()
