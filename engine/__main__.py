@@ -1,7 +1,7 @@
 """The command ``engine``: thin, so that ``engine --help`` and mistakes of usage answer at once.
 
 Standard output carries results (with ``--json`` one JSON object and nothing else), standard error carries progress
-and errors. Exit codes are those of `engine.errors`, 130 for an interruption.
+and errors. Exit codes are those of `engine.errors`, and 128 + N for an interruption by signal N.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 from collections.abc import Sequence
 
 from engine.output import forgive_streams, say, told
+from engine.signals import interruptible, interruption
 
 _PLAN_HELP = (
     "a plan file, or the name of a shipped plan (quickstart, from_rollouts, tiny_dense, custom_stage, learn_tiny)"
@@ -31,7 +32,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Plan, simulate and execute post-training steps at million-token context under a memory budget.",
         epilog="exit codes: 0 done, 1 audit out of tolerance, 2 wrong usage, bad input or a result that can't be "
         "written, 3 does not fit the budget, 4 run directory damaged, gone or of another plan, 5 a stage failed or "
-        "passed its planned bytes, 130 interrupted, 141 whoever read the output went away",
+        "passed its planned bytes, 129, 130 and 143 interrupted by SIGHUP, SIGINT and SIGTERM, 141 whoever read the "
+        "output went away",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -93,13 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     forgive_streams()
     try:
-        arguments = _parse(argv)
-        from engine.commands import run_command
+        with interruptible():
+            arguments = _parse(argv)
+            from engine.commands import run_command
 
-        return run_command(arguments)
-    except KeyboardInterrupt:  # while still being loaded; commands have their own words for it
-        say("engine: interrupted")
-        return 130
+            return run_command(arguments)
+    except KeyboardInterrupt as error:  # while still being loaded; commands have their own words for it
+        code, line = interruption(error)
+        say(line)
+        return code
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

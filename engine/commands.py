@@ -27,9 +27,9 @@ from engine.plain import finite
 from engine.plan import Choices, Plan
 from engine.resume import RunRequest, check_same, last_attempt, unfinished
 from engine.run import RunDirectory, default_run_path, disk_usage_bytes
+from engine.signals import interruption
 from engine.units import format_bytes
 
-INTERRUPTED = 130
 OUT_OF_TOLERANCE = 1
 
 
@@ -44,11 +44,12 @@ def _guarded(arguments: argparse.Namespace) -> int:
     try:
         _check_current_folder()
         return _COMMANDS[arguments.command](arguments)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         run = _started(arguments)
         advice = f"engine resume {run} repeats it from its beginning; what was sampled is kept" if run else ""
-        say("; ".join(filter(None, ("engine: interrupted", advice or _finished(arguments)))))
-        return INTERRUPTED
+        code, line = interruption(error, advice or _finished(arguments))
+        say(line)
+        return code
     except EngineError as error:
         if arguments.json and isinstance(error, DoesNotFitError):
             print(json.dumps({**error.report, "feasible": False, "error": str(error)}), file=arguments.out)
@@ -73,9 +74,15 @@ def _check_current_folder() -> None:
 
 
 def _started(arguments: argparse.Namespace) -> Path | None:
-    """Return the directory of a run that was started and is not finished; one without a journal is none."""
+    """Return the directory of a run that was started and can be resumed; one without a plan in its journal can't."""
     run: Path | None = getattr(arguments, "started_run", None)
-    return run if run is not None and RunDirectory(path=run).journal_path.is_file() else None
+    if run is None:
+        return None
+    try:
+        unfinished(read_journal(RunDirectory(path=run).journal_path)[0], run)
+    except EngineError:
+        return None
+    return run
 
 
 def _finished(arguments: argparse.Namespace) -> str:

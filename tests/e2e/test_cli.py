@@ -674,7 +674,10 @@ def test_an_interruption_exits_130_and_the_run_can_go_on(light: str, own_folder:
     assert engine("resume", "run").code == 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -signal.SIGKILL)],
+)
 def test_a_process_ended_by_a_signal_inside_a_stage_resumes_to_the_same_bits(
     number: signal.Signals, code: int, light: str, own_folder: Path
 ) -> None:

@@ -5,13 +5,16 @@ Each in a process of its own, on a light plan.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -119,6 +122,69 @@ def test_a_journal_never_gets_the_number_of_a_stream_that_was_closed() -> None:
     done = engine_with(">&- 2>&-", "execute", "light.py", "--set", hook, "--run", "run")
     assert done.returncode == 5  # to write there fails, as it does without us
     assert engine("show", "run", "--json").data()["stages_committed"] == 2
+
+
+# Signals
+
+
+@contextlib.contextmanager
+def inside_a_stage(folder: Path, *before: str, seconds: float = 60) -> Iterator[subprocess.Popen[str]]:
+    """A process that sleeps inside a stage of a run, the first time that the stage is run."""
+    hook = "hook=" + ONCE.format(flag=folder / "flag", action=f"time.sleep({seconds})")
+    command = [*before, *ENGINE, "execute", "light.py", "--set", hook, "--run", "run"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        while not (folder / "flag").exists() and process.poll() is None:
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(signal.SIGTERM,) * 5, (signal.SIGHUP, signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGINT)],
+    ids=lambda numbers: "-".join(number.name for number in numbers),
+)
+def test_signals_that_follow_the_first_one_disturb_nothing(numbers: Sequence[signal.Signals], folder: Path) -> None:
+    with inside_a_stage(folder) as process:
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.02)
+        _, told = process.communicate(timeout=30)
+    assert process.returncode == 128 + numbers[0]
+    assert told.splitlines()[-1] == (
+        f"engine: interrupted by {numbers[0].name}; engine resume run repeats it from its beginning; "
+        "what was sampled is kept"
+    )
+    assert "Traceback" not in told
+    assert not list(Path("run").rglob("*.partial"))
+    assert engine("resume", "run").code == 0
+
+
+def test_a_signal_that_a_process_was_started_to_ignore_stays_ignored(folder: Path) -> None:
+    with inside_a_stage(folder, "bash", "-c", 'trap "" HUP; exec "$@"', "bash", seconds=0.5) as process:
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert_finished("run")
+
+
+@pytest.mark.parametrize(
+    "command", [["simulate", "slow.py"], ["fit", "slow.py"], ["show", "slow.py"]], ids=lambda command: command[0]
+)
+def test_every_command_ends_by_a_signal_with_its_code(command: list[str], folder: Path) -> None:
+    Path("slow.py").write_text(
+        "import time\nfrom pathlib import Path\nfrom engine import Plan\n"
+        "def slow() -> Plan:\n    Path('flag').touch()\n    time.sleep(60)\n"
+    )
+    process = subprocess.Popen([*ENGINE, *command], stderr=subprocess.PIPE, text=True)
+    while not (folder / "flag").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=30)
+    assert (process.returncode, told) == (143, "engine: interrupted by SIGTERM\n")
 
 
 # The run directory

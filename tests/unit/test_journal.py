@@ -425,7 +425,7 @@ def test_a_journal_takes_no_record_once_it_is_not_at_its_path_any_more(tmp_path:
     with Journal.create(tmp_path / "run" / "journal") as journal:
         journal.append(EXAMPLE[0])
         os.rename(tmp_path / "run", tmp_path / "moved")
-        with pytest.raises(RunDirectoryError, match=r"run was moved, removed or emptied while it was run: .* if it was "):
+        with pytest.raises(RunDirectoryError, match=r"run was moved, removed or emptied while it was run"):
             journal.append(EXAMPLE[1])
         os.rename(tmp_path / "moved", tmp_path / "run")
         journal.append(EXAMPLE[2])
