@@ -39,6 +39,12 @@ def check_writable(path: str) -> None:
         raise UsageError(f"can't write {path!r}: it is no regular file; name one, or one that is not there yet")
     if not os.access(folder, os.W_OK):
         raise UsageError(f"can't write {path!r}: no permission to write in its folder; name another place")
+    probe = partial_path(Path(path).absolute())
+    try:  # some places tell only so, as /proc
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        os.unlink(probe)
+    except OSError as error:
+        raise UsageError(f"can't write {path!r}: {error.strerror}; name another place") from error
 
 
 def atomic_write_text(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.atomic import atomic_write_bytes, atomic_write_text, check_writable
 from engine.budget import Budget, default_budget, merge_budget, parse_budget
@@ -29,6 +29,10 @@ from engine.resume import RunRequest, check_same, last_attempt, unfinished
 from engine.run import RunDirectory, default_run_path, disk_usage_bytes
 from engine.signals import interruption
 from engine.units import format_bytes
+
+if TYPE_CHECKING:
+    from engine.planner import Forecast
+    from engine.trace import Recording
 
 OUT_OF_TOLERANCE = 1
 
@@ -211,10 +215,12 @@ def _run_plan(
             observers=[progress], recording=recording,
         )  # fmt: skip
         arguments.started_run, arguments.finished_run = None, run
-    finally:
+    except BaseException:
         progress.close()
-        if recording.started:  # what failed or was interrupted has a trace, too
-            outputs.write_trace(planned.recording, recording)
+        _leave_trace(outputs, planned, recording)
+        raise
+    progress.close()
+    outputs.write_trace(planned.recording, recording)
     comparison = _compare(plan, planned.budget)
     data = {**planned.as_dict(), **outcome.as_dict(), "run": str(run)}
     if comparison:
@@ -222,6 +228,15 @@ def _run_plan(
     outputs.write_report(data, planned, recording)
     _emit(arguments, data, lambda: describe_outcome(planned, outcome, str(run), comparison) + outputs.lines())
     return 0
+
+
+def _leave_trace(outputs: Outputs, planned: Forecast, recording: Recording) -> None:
+    """Write the trace of what failed or was interrupted; that this can't be done does not hide why it was."""
+    try:
+        if recording.started:
+            outputs.write_trace(planned.recording, recording)
+    except OSError as error:
+        say(f"note: the trace could not be written: {error}")
 
 
 def _note_disk(budget: Budget, run: Path) -> None:

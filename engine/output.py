@@ -13,12 +13,9 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
 
 from engine.errors import UsageError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 READER_LEFT = 141
 # What a shell reports of a program that a closed pipe ended (128 + SIGPIPE).
@@ -29,7 +26,7 @@ class _Forgiving(io.FileIO):
 
     failure: OSError | None = None
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         try:
             written: int | None = super().write(data)
             if written is not None:

@@ -304,6 +304,36 @@ def test_a_run_whose_journal_goes_away_after_its_last_stage_is_not_told_as_finis
     assert sorted(path.name for path in Path("run").rglob("*") if path.is_file()) == ["plan.py", "sum.bin"]
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize("flag", ["--trace", "--report"])
+@pytest.mark.parametrize("command", ["simulate", "execute"])
+def test_a_file_in_a_place_that_takes_none_is_told_before_anything_slow(
+    command: str, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.commands.find_plan", None)
+    result = engine(command, "light.py", flag, "/proc/x")
+    assert result.code == 2
+    assert result.err.startswith("engine: error: can't write '/proc/x': ")
+
+
+def test_a_trace_that_can_not_be_written_does_not_hide_why_a_run_failed(folder: Path) -> None:
+    (folder / "traces").mkdir()
+    hook = "hook=import shutil; shutil.rmtree('traces'); os.symlink('nothing', 'traces'); 1 / 0"
+    result = engine("execute", "light.py", "--set", hook, "--trace", "traces/t.json", "--run", "run")
+    assert result.code == 5
+    assert "note: the trace could not be written: " in result.err
+    assert result.err.splitlines()[-1].startswith("engine: error: stage add 2 failed: ZeroDivisionError")
+
+
+def test_a_trace_that_can_not_be_written_does_not_undo_a_run(folder: Path) -> None:
+    (folder / "traces").mkdir()
+    hook = "hook=import shutil; shutil.rmtree('traces'); os.symlink('nothing', 'traces')"
+    result = engine("execute", "light.py", "--set", hook, "--trace", "traces/t.json", "--run", "run")
+    assert result.code == 2
+    assert result.err.endswith("; the run is finished, and engine show run prints its results\n")
+    assert_finished("run")
+
+
 @pytest.mark.parametrize("command", [["show", "nothing"], ["simulate", "tiny_dense"], ["execute", "tiny_dense"]])
 def test_a_current_folder_that_was_removed_is_told(command: list[str], folder: Path) -> None:
     (folder / "gone").mkdir()
