@@ -54,7 +54,16 @@ def _parser() -> argparse.ArgumentParser:
             help="bytes per tier; a tier that is not named keeps its default",
         )  # fmt: skip
         if times:
-            command.add_argument("--hardware", metavar="NAME|FILE", default="cpu", help="hardware profile for times")
+            command.add_argument(
+                "--hardware", metavar="NAME|FILE",
+                help="hardware profile for times, and for what allocations take (default: cpu; of execute, that of the "
+                "device)",
+            )  # fmt: skip
+
+    def add_device(command: argparse.ArgumentParser) -> None:
+        command.add_argument(
+            "--device", choices=("cpu", "cuda"), help="where stages run (default: a CUDA device if there is one)"
+        )
 
     def add_pictures(command: argparse.ArgumentParser) -> None:
         command.add_argument("--trace", metavar="FILE.json", help="also write what happens when, for Perfetto")
@@ -62,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
     execute = add("execute", "run a plan in a new run directory")
     add_budget(execute)
+    add_device(execute)
     execute.add_argument("--run", metavar="DIR", help="the run directory (default: runs/PLAN-TIME)")
     execute.add_argument("--save-gradients", metavar="FILE.safetensors", help="also write the merged gradients")
     add_pictures(execute)

@@ -28,6 +28,7 @@ class Tier(StrEnum):
 UNLIMITED_BYTES = LARGEST_BYTES
 
 _DEFAULT_DEVICE_SHARE_OF_RAM = 0.5
+_DEFAULT_SHARE_OF_FREE_DEVICE = 0.95
 _DEFAULT_HOST_SHARE_OF_RAM = 0.25
 _DEFAULT_DISK_SHARE_OF_FREE = 0.8
 
@@ -58,15 +59,20 @@ def unlimited() -> Budget:
     return Budget(device_bytes=UNLIMITED_BYTES, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
 
 
-def default_budget(directory: Path) -> Budget:
+def default_budget(directory: Path, free_device_bytes: int | None = None) -> Budget:
     """Return the budget of this machine: half of the RAM as device, a quarter as host, 80 % of the free disk.
 
-    ``directory`` lies on the disk in question; it need not exist yet.
+    A device with memory of its own gives 95 % of what is free there. ``directory`` lies on the disk in question; it
+    need not exist yet.
     """
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     return Budget(
-        device_bytes=int(ram * _DEFAULT_DEVICE_SHARE_OF_RAM),
+        device_bytes=int(
+            ram * _DEFAULT_DEVICE_SHARE_OF_RAM
+            if free_device_bytes is None
+            else free_device_bytes * _DEFAULT_SHARE_OF_FREE_DEVICE
+        ),
         host_bytes=int(ram * _DEFAULT_HOST_SHARE_OF_RAM),
         disk_bytes=int(shutil.disk_usage(existing).free * _DEFAULT_DISK_SHARE_OF_FREE),
     )

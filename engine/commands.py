@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.atomic import atomic_write_bytes, atomic_write_text, check_writable
 from engine.budget import Budget, default_budget, merge_budget, parse_budget
+from engine.device_kind import CPU, DeviceKind
 from engine.errors import DoesNotFitError, EngineError, StageFailedError, UsageError
 from engine.journal import Journal, PlanRecord, read_journal
 from engine.loader import find_plan, parse_settings
@@ -29,6 +30,9 @@ from engine.resume import RunRequest, check_same, last_attempt, unfinished
 from engine.run import RunDirectory, default_run_path, disk_usage_bytes
 from engine.signals import interruption
 from engine.units import format_bytes
+
+if TYPE_CHECKING:
+    from engine.device import Device
 
 if TYPE_CHECKING:
     from engine.planner import Forecast
@@ -102,9 +106,9 @@ def _emit(arguments: argparse.Namespace, data: Mapping[str, object], text: Calla
     print(json.dumps(finite(data), allow_nan=False), file=arguments.out)
 
 
-def _load(plan: str, settings: Sequence[str]) -> tuple[Plan, bytes]:
+def _load(plan: str, settings: Sequence[str], kind: DeviceKind = CPU) -> tuple[Plan, bytes]:
     file = find_plan(plan)
-    return file.plan(parse_settings(settings)), file.path.read_bytes()
+    return file.plan(parse_settings(settings), kind), file.path.read_bytes()
 
 
 def _outputs(arguments: argparse.Namespace) -> Outputs:
@@ -112,9 +116,9 @@ def _outputs(arguments: argparse.Namespace) -> Outputs:
     return Outputs(trace=arguments.trace, report=arguments.report, gradients=gradients)
 
 
-def _budget(arguments: argparse.Namespace, plan: Plan, directory: Path) -> Budget:
-    """The command line's budget over the plan's own over the machine's."""
-    return parse_budget(arguments.budget, merge_budget(plan.budget, default_budget(directory)))
+def _budget(arguments: argparse.Namespace, plan: Plan, directory: Path, free_device_bytes: int | None = None) -> Budget:
+    """The command line's budget over the plan's own over the machine's, or that of a device with memory of its own."""
+    return parse_budget(arguments.budget, merge_budget(plan.budget, default_budget(directory, free_device_bytes)))
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
@@ -122,13 +126,16 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
     outputs = _outputs(arguments)
     outputs.check(plan=arguments.plan)
-    profile = load_profile(arguments.hardware)
+    profile = load_profile(arguments.hardware or CPU.name)
     parse_budget(arguments.budget, default_budget(Path()))  # a typing mistake is told before anything slow
-    plan, _ = _load(arguments.plan, arguments.settings)
+    plan, _ = _load(arguments.plan, arguments.settings, profile.kind)
     from engine.planner import Planner
     from engine.report import describe_forecast  # torch comes with it
 
-    planner, budget = Planner(plan=plan, profile=profile), _budget(arguments, plan, Path())
+    planner, budget = (
+        Planner(plan=plan, profile=profile),
+        _budget(arguments, plan, Path(), profile.device_bytes or None),
+    )
     result = planner.forecast(budget)
     offers = planner.offers(result)
     data = {**result.as_dict(), "pareto": [offer.as_dict() for offer in offers]}
@@ -141,16 +148,15 @@ def _simulate(arguments: argparse.Namespace) -> int:
 def _fit(arguments: argparse.Namespace) -> int:
     from engine.hardware import load_profile
 
-    profile, settings = load_profile(arguments.hardware), parse_settings(arguments.settings)
+    profile, settings = load_profile(arguments.hardware or CPU.name), parse_settings(arguments.settings)
     parse_budget(arguments.budget, default_budget(Path()))
     file = find_plan(arguments.plan)
-    plan = file.plan(settings)
+    plan = file.plan(settings, profile.kind)
     from engine.fit import Fitter
     from engine.fit_report import describe_fit
 
-    fitter = Fitter(
-        file=file, settings=settings, budget=_budget(arguments, plan, Path()), profile=profile, plan=plan, say=say
-    )
+    budget = _budget(arguments, plan, Path(), profile.device_bytes or None)
+    fitter = Fitter(file=file, settings=settings, budget=budget, profile=profile, plan=plan, say=say)
     names = list(dict.fromkeys(arguments.vary)) or fitter.usual_names()
     fitter.check(names)
     answers = [fitter.answer(name) for name in names]
@@ -166,28 +172,35 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 def _execute(arguments: argparse.Namespace) -> int:
     run = Path(arguments.run) if arguments.run else default_run_path(Path(arguments.plan).stem, datetime.now())
-    request = RunRequest(
-        plan=arguments.plan,
-        settings=tuple(arguments.settings),
-        hardware=arguments.hardware,
-        outputs=_outputs(arguments),
-        cwd=os.getcwd(),
-    )
-    request.outputs.check(plan=request.plan, run=run)
+    outputs, cwd = _outputs(arguments), os.getcwd()
+    outputs.check(plan=arguments.plan, run=run)
     parse_budget(arguments.budget, default_budget(Path()))
-    for text in (str(run.absolute()), request.plan, request.cwd, *request.settings):
+    for text in (str(run.absolute()), arguments.plan, cwd, *arguments.settings):
         if not text.isascii() and text != text.encode("utf-8", "replace").decode():
             raise UsageError(f"{text!r} is not valid UTF-8, so a run could not record it; use another name")
     if os.path.isfile(journal := RunDirectory(path=run).journal_path):
         Journal.check_free(journal)
     RunDirectory.check_new(run)
-    plan, source = _load(request.plan, request.settings)
-    return _run_plan(arguments, request, plan, source, run, _budget(arguments, plan, run))
+    find_plan(arguments.plan)  # a typing mistake is told before torch is loaded
+    from engine.device import open_device
+
+    device = open_device(arguments.device)
+    request = RunRequest(
+        plan=arguments.plan,
+        settings=tuple(arguments.settings),
+        hardware=arguments.hardware or device.profile,
+        device=device.kind.name,
+        outputs=outputs,
+        cwd=cwd,
+    )
+    plan, source = _load(request.plan, request.settings, device.kind)
+    return _run_plan(arguments, request, device, plan, source, run, _budget(arguments, plan, run, device.free_bytes()))
 
 
 def _run_plan(
     arguments: argparse.Namespace,
     request: RunRequest,
+    device: Device,
     plan: Plan,
     source: bytes,
     run: Path,
@@ -212,7 +225,7 @@ def _run_plan(
     try:
         outcome = execute(
             planned, run, plan_source=source, wanted=request.wanted, recipe=request.recipe(), again=fixed is not None,
-            observers=[progress], recording=recording,
+            observers=[progress], recording=recording, device=device,
         )  # fmt: skip
         arguments.started_run, arguments.finished_run = None, run
     except BaseException:
@@ -364,9 +377,12 @@ def _resume_from(
 ) -> int:
     request.outputs.check(plan=request.plan, run=directory.path)
     gone = request.plan.endswith(".py") and not Path(request.plan).is_file()
-    plan, source = _load(str(directory.plan_path) if gone else request.plan, request.settings)
+    from engine.device import open_device
+
+    device = open_device(request.device)
+    plan, source = _load(str(directory.plan_path) if gone else request.plan, request.settings, device.kind)
     budget, choices = merge_budget(record.budget_bytes, default_budget(directory.path)), check_same(record, plan)
-    return _run_plan(arguments, request, plan, source, directory.path, budget, fixed=choices)
+    return _run_plan(arguments, request, device, plan, source, directory.path, budget, fixed=choices)
 
 
 _COMMANDS = {

@@ -40,6 +40,9 @@ SEGMENT_BYTES = 22 * MIB
 # By which the allocator's segments may be larger than what is allocated in them: it maps 2 MiB at a time for small
 # tensors and 20 MiB for large ones (PyTorch, CUDACachingAllocator: ``kSmallBuffer``, ``kLargeBuffer``).
 
+_PROFILES = {"H200": "h200-sxm", "H100": "h100-sxm", "H20": "h20", "A100": "a100-sxm", "4090": "rtx-4090"}
+# Built-in hardware profiles by a part of the device's name, as the driver says it.
+
 
 class Device(Protocol):
     """What a machine asks of its device."""
@@ -49,6 +52,10 @@ class Device(Protocol):
 
     def meter(self) -> LiveBytes:
         """Return a new counter of the bytes that are live on the device and the host."""
+
+    @property
+    def profile(self) -> str:
+        """The name of the hardware profile that is nearest to it."""
 
     def free_bytes(self) -> int | None:
         """Return what is free of the device's own memory; None if it has none."""
@@ -81,7 +88,7 @@ class Device(Protocol):
 class CpuDevice:
     """A device in the process's own memory; also torch's ``meta``, on which nothing is copied."""
 
-    kind = CPU
+    kind, profile = CPU, "cpu"
 
     def __init__(self, name: str = CPU.name) -> None:
         self.torch_device = torch.device(name)
@@ -178,6 +185,12 @@ class CudaDevice(Bouncing):
 
     def meter(self) -> LiveBytes:
         return CudaBytes()
+
+    @property
+    def profile(self) -> str:
+        """See `Device`; that of an H100 for one that has none of its own."""
+        name = torch.cuda.get_device_name(self.torch_device).upper()
+        return next((profile for part, profile in _PROFILES.items() if part in name), "h100-sxm")
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.torch_device)[0]

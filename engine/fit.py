@@ -157,7 +157,7 @@ class Fitter:
         return probe.fitted(found, self._limit(name, probe, found, most))
 
     def _trial(self, name: str, value: int) -> Trial:
-        return Trial(self.file.plan({**self.settings, name: str(value)}), self.profile)
+        return Trial(self.file.plan({**self.settings, name: str(value)}, self.profile.kind), self.profile)
 
     def _first_accepted(self, probe: _Probe) -> int:
         """Return the first power of two that a parameter without a default may be."""

@@ -31,7 +31,7 @@ from engine.budget import Tier
 from engine.device_kind import CPU, DeviceKind, cuda_kind
 from engine.errors import UsageError
 from engine.plan import Cost
-from engine.units import shortened
+from engine.units import LARGEST_BYTES, shortened
 
 Amount = TypeVar("Amount", float, npt.NDArray[Any])
 
@@ -39,7 +39,8 @@ _SLOWEST, _FASTEST = 1.0, 1e21
 # Of rates a second: less or more is a mistake, and the time of anything stays a finite number that can be read.
 _LONGEST_S = 3600.0
 # Of one operator, stage or piece. More is a mistake, and infinity none of these numbers.
-_MOST_MULTIPROCESSORS = 10_000
+_WHOLE_NUMBERS = {"multiprocessors": 10_000, "device_bytes": LARGEST_BYTES}
+# Fields that are, from 0 to these.
 _LONGEST_NAME = 255
 # That of a file.
 
@@ -51,6 +52,7 @@ class HardwareProfile:
     Attributes:
         device: torch's name of the device's type, ``cpu`` or ``cuda``.
         multiprocessors: of a device with CUDA.
+        device_bytes: of a device's own memory: the budget where none is given; 0 where it has none.
         weight_bytes_per_s: of weights that matrix products read.
         kernel_s: price of an operator, ``stage_s`` of a stage.
         host_link_bytes_per_s: between device and host, in either direction.
@@ -64,6 +66,7 @@ class HardwareProfile:
     name: str
     device: str = CPU.name
     multiprocessors: int = 0
+    device_bytes: int = 0
     flops_per_s: float
     attention_flops_per_s: float
     attention_backward_flops_per_s: float
@@ -139,14 +142,15 @@ _EXPONENTIALS_A_CYCLE = 16
 
 
 def _accelerator(
-    name: str, *, peak_flops_per_s: float, memory_bytes_per_s: float, link_bytes_per_s: float, multiprocessors: int,
-    clock_hz: float,
+    name: str, *, peak_flops_per_s: float, memory_gb: int, memory_bytes_per_s: float, link_bytes_per_s: float,
+    multiprocessors: int, clock_hz: float,
 ) -> HardwareProfile:  # fmt: skip
     """Return the profile of a GPU from data-sheet figures: dense bfloat16, one direction of the link, boost clock."""
     return HardwareProfile(
         name=name,
         device="cuda",
         multiprocessors=multiprocessors,
+        device_bytes=memory_gb * 10**9,
         flops_per_s=_MATMUL * peak_flops_per_s,
         attention_flops_per_s=_ATTENTION * peak_flops_per_s,
         attention_backward_flops_per_s=_ATTENTION_BACKWARD * peak_flops_per_s,
@@ -180,27 +184,29 @@ PROFILES = {
         ),
         # NVIDIA A100 80GB data sheet: 312 TFLOP/s, 2,039 GB/s, PCIe 4.0 x16 (32 GB/s a direction).
         _accelerator(
-            "a100-sxm", peak_flops_per_s=3.12e14, memory_bytes_per_s=2.039e12, link_bytes_per_s=3.2e10,
+            "a100-sxm", peak_flops_per_s=3.12e14, memory_gb=80, memory_bytes_per_s=2.039e12, link_bytes_per_s=3.2e10,
             multiprocessors=108, clock_hz=1.41e9,
         ),
-        # NVIDIA Ada GPU architecture whitepaper, appendix A: 165.2 TFLOP/s accumulated in float32, 1,008 GB/s.
+        # NVIDIA Ada GPU architecture whitepaper, appendix A: 165.2 TFLOP/s accumulated in float32, 24 GB,
+        # 1,008 GB/s.
         _accelerator(
-            "rtx-4090", peak_flops_per_s=1.652e14, memory_bytes_per_s=1.008e12, link_bytes_per_s=3.2e10,
+            "rtx-4090", peak_flops_per_s=1.652e14, memory_gb=24, memory_bytes_per_s=1.008e12, link_bytes_per_s=3.2e10,
             multiprocessors=128, clock_hz=2.52e9,
         ),
-        # NVIDIA H20 as resellers list it (no public data sheet): 148 TFLOP/s, 4.0 TB/s, PCIe 5.0 x16, 78 SMs.
+        # NVIDIA H20 as resellers list it (no public data sheet): 148 TFLOP/s, 96 GB, 4.0 TB/s, PCIe 5.0
+        # x16, 78 SMs.
         _accelerator(
-            "h20", peak_flops_per_s=1.48e14, memory_bytes_per_s=4.0e12, link_bytes_per_s=6.4e10,
+            "h20", peak_flops_per_s=1.48e14, memory_gb=96, memory_bytes_per_s=4.0e12, link_bytes_per_s=6.4e10,
             multiprocessors=78, clock_hz=1.98e9,
         ),
-        # NVIDIA H100 SXM data sheet: 989 TFLOP/s, 3.35 TB/s, PCIe 5.0 x16 (64 GB/s a direction).
+        # NVIDIA H100 SXM data sheet: 989 TFLOP/s, 80 GB, 3.35 TB/s, PCIe 5.0 x16 (64 GB/s a direction).
         _accelerator(
-            "h100-sxm", peak_flops_per_s=9.89e14, memory_bytes_per_s=3.35e12, link_bytes_per_s=6.4e10,
+            "h100-sxm", peak_flops_per_s=9.89e14, memory_gb=80, memory_bytes_per_s=3.35e12, link_bytes_per_s=6.4e10,
             multiprocessors=132, clock_hz=1.83e9,
         ),
-        # NVIDIA H200 data sheet: as H100, 4.8 TB/s.
+        # NVIDIA H200 data sheet: as H100, 141 GB, 4.8 TB/s.
         _accelerator(
-            "h200-sxm", peak_flops_per_s=9.89e14, memory_bytes_per_s=4.8e12, link_bytes_per_s=6.4e10,
+            "h200-sxm", peak_flops_per_s=9.89e14, memory_gb=141, memory_bytes_per_s=4.8e12, link_bytes_per_s=6.4e10,
             multiprocessors=132, clock_hz=1.83e9,
         ),
     )
@@ -250,8 +256,8 @@ def _check_fields(path: Path, data: object) -> None:
     if bad:
         raise UsageError(
             f"hardware profile {path}: out of range: {{{', '.join(bad)}}}; name is a line of text, device is cpu or "
-            f"cuda, multiprocessors a whole number from 0 to {_MOST_MULTIPROCESSORS}, rates (..._per_s) are numbers "
-            f"from {_SLOWEST:g} to {_FASTEST:g}, seconds (..._s) from 0 to {_LONGEST_S:g}, overlap is from 0 to 1"
+            f"cuda, {' and '.join(_WHOLE_NUMBERS)} are whole numbers of at least 0, rates (..._per_s) are numbers from "
+            f" {_SLOWEST:g} to {_FASTEST:g}, seconds (..._s) from 0 to {_LONGEST_S:g}, overlap is from 0 to 1"
         )
 
 
@@ -266,8 +272,8 @@ def _in_range(key: str, value: object) -> bool:
         return value in ("cpu", "cuda")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    if key == "multiprocessors":
-        return isinstance(value, int) and 0 <= value <= _MOST_MULTIPROCESSORS
+    if key in _WHOLE_NUMBERS:
+        return isinstance(value, int) and 0 <= value <= _WHOLE_NUMBERS[key]
     if key.endswith("_per_s"):
         return _SLOWEST <= value <= _FASTEST
     return 0 <= value <= (1 if key == "overlap" else _LONGEST_S)

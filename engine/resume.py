@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import engine
+from engine.device_kind import CPU
 from engine.errors import RunDirectoryError, UsageError
 from engine.journal import KeptFile, PlanRecord, Record, RunFinished, StageCommit
 from engine.outputs import Outputs
@@ -30,6 +31,7 @@ class RunRequest:
     plan: str
     settings: tuple[str, ...]
     hardware: str
+    device: str
     outputs: Outputs
     cwd: str
 
@@ -44,6 +46,7 @@ class RunRequest:
             "plan": self.plan,
             "set": list(self.settings),
             "hardware": self.hardware,
+            "device": self.device,
             "wanted": self.wanted,
             "trace": self.outputs.trace,
             "report": self.outputs.report,
@@ -63,8 +66,8 @@ class RunRequest:
                 paths = {"trace": recipe.get("trace"), "report": recipe.get("report")}
                 paths["gradients"] = wanted.get("gradients") if isinstance(wanted, dict) else None
                 outputs = Outputs(**{name: path for name, path in paths.items() if isinstance(path, str)})
-                words = tuple(map(str, settings))
-                return cls(plan=plan, settings=words, hardware=hardware, outputs=outputs, cwd=cwd)
+                words, device = tuple(map(str, settings)), str(recipe.get("device", CPU.name))
+                return cls(plan=plan, settings=words, hardware=hardware, device=device, outputs=outputs, cwd=cwd)
         raise RunDirectoryError("the run was not started by `engine execute`: its journal lacks what rebuilds the plan")
 
 

@@ -23,6 +23,7 @@ FINISHED = RunFinished(results={"loss": 1.0})
 REQUEST = RunRequest(
     plan="plan.py",
     settings=("layers=2", "loss=grpo"),
+    device="cpu",
     hardware="cpu",
     outputs=Outputs(report="r.html", gradients="g.safetensors"),
     cwd="/somewhere",
