@@ -4,7 +4,7 @@ On a CPU a tensor takes its bytes, and what kernels take inside is not counted (
 allocator hands out blocks of 512 bytes (PyTorch, c10/cuda/CUDACachingAllocator: ``kMinBlockSize``), never split more
 coarsely with expandable segments, which the runtime asks for. Kernels take their workspaces from it, too: those that
 stay for the life of the process are ``kept_bytes``, what a kernel takes for itself depends on its operands and on the
-number of multiprocessors (`models.kernels`).
+number of multiprocessors (`models.workspaces`).
 
 A plan is made for one kind of device, since its stages' workspaces are those there. While a plan file runs, that is
 `planned_kind`.

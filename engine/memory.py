@@ -6,7 +6,8 @@ every operator's outputs, counts each storage once when it first appears and unc
 Invariant: ``live[tier]`` is the sum of the sizes of the storages that are alive and were first seen on that tier.
 On a machine without accelerator the device tier is every storage that was not allocated inside ``on_host()``;
 bytes that kernels and libraries allocate inside one operator are not seen. The same class works on tensors
-of the meta device, which is how a stage's workspace is known before it runs.
+of the meta device, which is how a stage's workspace is known before it runs. There it can count as another kind of
+device would: sizes as its allocator rounds them, and what its kernels take inside, from a table.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import ctypes
 import os
 import resource
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.device_kind import CPU, DeviceKind
 from engine.units import MIB
 
 DEVICE, HOST = "device", "host"
+
+Workspaces = Mapping[Any, Callable[[tuple[Any, ...], dict[str, Any], DeviceKind], int]]
+"""Maps operators (torch's OpOverload) to a function of a call's arguments that returns the bytes it takes inside."""
 
 MMAP_THRESHOLD_BYTES = 32 * MIB
 # Smaller blocks stay in the heap when they are freed, and larger ones are mapped and unmapped each by itself. A block
@@ -47,10 +52,15 @@ class LiveBytes(TorchDispatchMode):
 
     ``live`` and ``peak`` map a tier's name to bytes. ``adopt`` counts tensors that were made elsewhere (in another
     thread, or before the mode was entered).
+
+    ``kind`` is the kind of device whose allocator is imitated: a storage on the device tier counts as what it takes
+    there. ``inside`` says what operators take inside: after one, the peak is raised by that, beside what it was given
+    and what it returned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, kind: DeviceKind = CPU, inside: Workspaces | None = None) -> None:
         super().__init__()
+        self._kind, self._inside, self._is_rounded = kind, inside, kind.unit_bytes > 1
         self.live: MutableMapping[str, int] = {DEVICE: 0, HOST: 0}
         self.peak: MutableMapping[str, int] = {DEVICE: 0, HOST: 0}
         self._tier = DEVICE
@@ -71,7 +81,14 @@ class LiveBytes(TorchDispatchMode):
             for item in result:
                 if isinstance(item, torch.Tensor):
                     self._see(item)
+        if self._inside:
+            self._see_inside(func, args, kwargs or {})
         return result
+
+    def _see_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        taken = (self._inside or {}).get(func)
+        if taken is not None and self._tier == DEVICE:
+            self.bump(taken(args, kwargs, self._kind))
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -80,6 +97,8 @@ class LiveBytes(TorchDispatchMode):
         if entry is None:
             entry = self._known[key] = _Entry(self._tier)
             entry.storage = weakref.ref(storage, self._forgetter(key, entry))
+        if self._is_rounded and entry.tier == DEVICE:
+            nbytes = self._kind.rounded(nbytes)
         if entry.nbytes != nbytes:  # new, or resized in place
             self.live[entry.tier] += nbytes - entry.nbytes
             entry.nbytes = nbytes

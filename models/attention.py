@@ -4,9 +4,9 @@ Shapes: B branches, H query heads, K key/value heads, S query tokens, T tokens o
 
 Own tokens attend causally to each other; every prefix page is attended to without a mask; the partial results are
 merged by log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1; the split is that of Flash-Decoding). The
-backward calls the kernel's own backward with the *merged* output and log-sum-exp, page by page, which is exact since
-the softmax probabilities depend on the page only through them. Gradients of a page's keys and values go straight to
-its cotangent page; the gradient of the queries is summed over pages in float32 (or float64).
+backward calls the kernel's own backward (`models.kernels`) with the *merged* output and log-sum-exp, page by page,
+which is exact since the softmax probabilities depend on the page only through them. Gradients of a page's keys and
+values go straight to its cotangent page; the gradient of the queries is summed over pages in float32 (or float64).
 
 Invariants: pages are never concatenated and never expanded over branches (branches are folded into the query axis,
 the prefix has batch one); at most one page and one cotangent page are on the device besides those that live there.
@@ -26,16 +26,15 @@ from typing import Any, Protocol, cast
 import torch
 from transformers import AttentionInterface
 
+from engine.device_kind import DeviceKind
 from engine.errors import UnsupportedModelError
 from models.float64 import accumulation_dtype
+from models.kernels import AttentionKernels, attention_kernels, fold
 
 ATTENTION_NAME = "longstraw_pages"
 
 _HARMLESS_ARGUMENTS = frozenset({"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"})
 # Keyword arguments that decoder layers pass along and that do not change what attention computes here.
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Prefix(Protocol):
@@ -81,16 +80,8 @@ class EmptyPrefix:
         raise IndexError("an empty prefix has no pages")
 
 
-def _fold(x_BHSD: torch.Tensor) -> torch.Tensor:
-    """Put the branches into the query axis: ``[B, H, S, ...]`` to ``[1, H, B*S, ...]``."""
-    batch, heads, tokens = x_BHSD.shape[:3]
-    if batch == 1:
-        return x_BHSD
-    return x_BHSD.transpose(0, 1).reshape(1, heads, batch * tokens, *x_BHSD.shape[3:])
-
-
 def _unfold(x_1HBSD: torch.Tensor, batch: int) -> torch.Tensor:
-    """Undo `_fold`."""
+    """Undo `models.kernels.fold`."""
     if batch == 1:
         return x_1HBSD
     heads = x_1HBSD.shape[1]
@@ -103,19 +94,25 @@ def _own_is_causal(q_BHSD: torch.Tensor, k_BKTD: torch.Tensor) -> bool:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: Prefix, layer: int, scale: float
+    kernels: AttentionKernels,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    prefix: Prefix,
+    layer: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention's output ``[B, H, S, D]`` and its log-sum-exp ``[B, H, S]`` in the accumulation dtype.
 
     Partial results merge as weighted means: a page weighs exp(its log-sum-exp - the merged one).
     """
     wide = accumulation_dtype(q.dtype)
-    out, lse = _flash(q, k, v, 0.0, _own_is_causal(q, k), scale=scale)
+    out, lse = kernels.forward(q, k, v, _own_is_causal(q, k), scale)
     out, lse = out.to(wide), lse.to(wide)
-    q_folded = _fold(q) if prefix.token_counts else q
+    q_folded = kernels.folded(q) if prefix.token_counts else q
     for index in range(len(prefix.token_counts)):
         page = prefix.page(layer, index)
-        page_out, page_lse = _flash(q_folded, page[0:1], page[1:2], 0.0, False, scale=scale)
+        page_out, page_lse = kernels.forward(q_folded, page[0:1], page[1:2], False, scale)
         page_out, page_lse = _unfold(page_out.to(wide), q.shape[0]), _unfold(page_lse.to(wide), q.shape[0])
         merged = torch.logaddexp(lse, page_lse)
         out.lerp_(page_out, page_lse.sub_(merged).exp_().unsqueeze(-1))
@@ -135,35 +132,37 @@ class _PagedAttention(torch.autograd.Function):
         results: AttentionResults | None,
         layer: int,
         scale: float,
+        kernels: AttentionKernels,
     ) -> torch.Tensor:
         known = None if results is None else results.recall(layer)
-        out, lse = _attend(q, k, v, prefix, layer, scale) if known is None else known
+        out, lse = _attend(kernels, q, k, v, prefix, layer, scale) if known is None else known
         if results is not None and known is None:
             results.keep(layer, out, lse)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.prefix, ctx.layer, ctx.scale = prefix, layer, scale
+        ctx.prefix, ctx.layer, ctx.scale, ctx.kernels = prefix, layer, scale, kernels
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         prefix, layer, scale = ctx.prefix, ctx.layer, ctx.scale
-        d_out = grad_outputs[0].contiguous()
-        d_q, d_k, d_v = _flash_backward(d_out, q, k, v, out, lse, 0.0, _own_is_causal(q, k), scale=scale)
+        kernels = cast(AttentionKernels, ctx.kernels)
+        d_out = kernels.received(grad_outputs[0])
+        d_q, d_k, d_v = kernels.backward(d_out, q, k, v, out, lse, _own_is_causal(q, k), scale)
         if not prefix.token_counts:
-            return d_q, d_k, d_v, None, None, None, None
+            return d_q, d_k, d_v, None, None, None, None, None
         d_q_sum = d_q.to(accumulation_dtype(q.dtype))
         del d_q
-        folded = [_fold(x) for x in (d_out, q, out, lse)]
+        folded = [*(kernels.folded(x) for x in (d_out, q, out)), fold(lse)]
         for index in range(len(prefix.token_counts)):
             page = prefix.page(layer, index)
-            d_q_page, d_key, d_value = _flash_backward(
-                folded[0], folded[1], page[0:1], page[1:2], folded[2], folded[3], 0.0, False, scale=scale
+            d_q_page, d_key, d_value = kernels.backward(
+                folded[0], folded[1], page[0:1], page[1:2], folded[2], folded[3], False, scale
             )
             d_q_sum.add_(_unfold(d_q_page, q.shape[0]))
             prefix.add_cotangent(layer, index, d_key, d_value)
             del page, d_q_page, d_key, d_value
-        return d_q_sum.to(q.dtype), d_k, d_v, None, None, None, None
+        return d_q_sum.to(q.dtype), d_k, d_v, None, None, None, None, None
 
 
 def paged_attention(
@@ -176,11 +175,13 @@ def paged_attention(
     dropout: float = 0.0,
     prefix: Prefix | None = None,
     results: AttentionResults | None = None,
+    kind: DeviceKind | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of ``query [B, H, S, D]`` to itself causally and to all of ``prefix``; result ``[B, S, H, D]``.
 
-    ``results`` are recalled instead of computed again where there are any, and kept otherwise.
+    ``results`` are recalled instead of computed again where there are any, and kept otherwise. ``kind`` is the kind of
+    device that tensors without data stand for (`models.kernels.attention_kernels`).
 
     The signature is that of transformers' attention registry. Keys and values are ``[B, K, S, D]``, or
     ``[B, K, T, D]`` behind one query token, which sees all T of them.
@@ -203,7 +204,8 @@ def paged_attention(
         )
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     layer = cast(int, getattr(module, "layer_idx", 0))
-    out = _PagedAttention.apply(query, key, value, prefix or EmptyPrefix(), results, layer, scale)
+    kernels = attention_kernels(query, kind)
+    out = _PagedAttention.apply(query, key, value, prefix or EmptyPrefix(), results, layer, scale, kernels)
     return cast(torch.Tensor, out).transpose(1, 2).contiguous(), None
 
 

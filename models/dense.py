@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.device_kind import DeviceKind
 from models import head
 from models.attention import AttentionResults, OwnState, Prefix
 from models.float64 import accumulation_dtype
@@ -51,8 +52,10 @@ class _Probe:
         state_only: bool,
         own: OwnState | None = None,
         results: AttentionResults | None = None,
+        kind: DeviceKind | None = None,
     ) -> None:
         self.prefix, self.state_only, self.own, self.results = prefix, state_only, own, results
+        self.kind = kind
         self.key: torch.Tensor | None = None
         self.value: torch.Tensor | None = None
 
@@ -62,7 +65,7 @@ class _Probe:
         self.key, self.value = key, value
         if self.state_only:
             raise _StateReady
-        kwargs["prefix"], kwargs["results"] = self.prefix, self.results
+        kwargs["prefix"], kwargs["results"], kwargs["kind"] = self.prefix, self.results, self.kind
         return (key, value) if self.own is None else self.own.append(layer_idx, key, value)
 
     def state(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,11 +80,12 @@ class DenseModel:
 
     ``gradients`` maps a gradient's name to its accumulator and is set by `accumulate_into`; names are those of
     ``named_parameters()``, plus `HEAD_GRADIENT` for the head's own share of a tied embedding. With ``lookup_ids``
-    (ascending, int64), `EMBEDDING_GRADIENT` has a row for each of them instead of one for every word.
+    (ascending, int64), `EMBEDDING_GRADIENT` has a row for each of them instead of one for every word. ``kind`` is that
+    of the device that a model on the meta device is planned for; a model with data is where it is.
     """
 
-    def __init__(self, hf: PreTrainedModel) -> None:
-        self.hf = hf.eval()
+    def __init__(self, hf: PreTrainedModel, kind: DeviceKind | None = None) -> None:
+        self.hf, self.kind = hf.eval(), kind
         self.body = cast(Any, hf).model
         self.head = cast(nn.Linear, cast(Any, hf).lm_head)
         self.dtype: torch.dtype = self.head.weight.dtype
@@ -158,7 +162,7 @@ class DenseModel:
 
         ``results`` keep what its attention gives.
         """
-        probe = _Probe(prefix, state_only=False, results=results)
+        probe = _Probe(prefix, state_only=False, results=results, kind=self.kind)
         out = self._layer(layer, hidden_BSC, positions, probe)
         return (cast(torch.Tensor, out), *probe.state())
 
@@ -167,7 +171,7 @@ class DenseModel:
         self, layer: int, hidden_B1C: torch.Tensor, positions: Positions, prefix: Prefix, own: OwnState
     ) -> torch.Tensor:
         """Return a layer's output ``[B, 1, C]`` for one more token of each branch, whose state joins ``own``."""
-        probe = _Probe(prefix, state_only=False, own=own)
+        probe = _Probe(prefix, state_only=False, own=own, kind=self.kind)
         return cast(torch.Tensor, self._layer(layer, hidden_B1C, positions, probe))
 
     @torch.no_grad()
@@ -194,7 +198,7 @@ class DenseModel:
         ``d_out_BSC`` is None where nothing but the layer's state is used (then the rest of the layer does not run),
         ``d_state`` where no later token sees the state. Attention is not computed again where ``results`` recall it.
         """
-        probe = _Probe(prefix, state_only=d_out_BSC is None, results=results)
+        probe = _Probe(prefix, state_only=d_out_BSC is None, results=results, kind=self.kind)
         with torch.enable_grad():
             entry = hidden_BSC.detach().requires_grad_()
             out = self._layer(layer, entry, positions, probe)

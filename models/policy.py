@@ -31,6 +31,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
+from engine.device_kind import DeviceKind
 from engine.errors import UsageError
 from models import skeleton
 from models.attention import ATTENTION_NAME
@@ -119,13 +120,17 @@ class PolicySource:
         except (OSError, ValueError):
             return None
 
-    def sizes_only(self, dtype: torch.dtype) -> DenseModel:
-        """Return the model on torch's meta device: all sizes, no data. Raises UnsupportedModelError."""
+    def sizes_only(self, dtype: torch.dtype, kind: DeviceKind | None = None) -> DenseModel:
+        """Return the model on torch's meta device: all sizes, no data, as it would run on a device of this ``kind``.
+
+        Raises:
+            UnsupportedModelError: the architecture is refused.
+        """
         check_config(self.config)
         with torch.device("meta"), lifted_casts(dtype):
             hf = self._from_config(dtype)
             check_structure(hf)
-            return DenseModel(hf)
+            return DenseModel(hf, kind)
 
     def skeleton(self, dtype: torch.dtype) -> DenseModel:
         """Return the model without weights, once its architecture was checked on one layer (`models.skeleton`).

@@ -3,6 +3,10 @@
 Every Value of the stage is created on torch's meta device, the weights are a `models.tracing.TracedModel`, and the
 stage's own function runs under the byte counter. What it reaches above its entry is its workspace. Chunks of one shape
 have the same workspace, so results are remembered by the shape that the caller names.
+
+For another kind of device than this machine's, the model calls that device's kernels, the counter rounds as its
+allocator does, and adds what its kernels take inside (`models.workspaces`). What libraries keep for good
+(``DeviceKind.kept_bytes``) is no stage's workspace and not counted here.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import torch
 
 from engine.budget import Tier
 from engine.device import CpuDevice
+from engine.device_kind import CPU, DeviceKind
 from engine.errors import StageFailedError, UnsupportedModelError
 from engine.memory import DEVICE, LiveBytes
 from engine.plan import Plan, Stage, TensorSpec
@@ -22,6 +27,7 @@ from engine.worker import TorchMachine
 from models.policy import PolicySource
 from models.support import walk_logits
 from models.tracing import TracedModel
+from models.workspaces import workspaces
 from stages import names
 
 _CHECK_FORWARDS = 4
@@ -31,19 +37,23 @@ _CHECK_FORWARDS = 4
 
 
 class Estimator:
-    """Knows a policy's sizes and the workspaces of its stages; no weights are loaded.
+    """Knows a policy's sizes and the workspaces of its stages on a ``kind`` of device; no weights are loaded.
 
     Raises:
         UnsupportedModelError: the policy's architecture is refused.
     """
 
-    def __init__(self, policy: PolicySource, dtype: torch.dtype) -> None:
+    def __init__(self, policy: PolicySource, dtype: torch.dtype, kind: DeviceKind = CPU) -> None:
         self._policy, self._dtype, self._drawn = policy, dtype, policy.location is None
-        meter = LiveBytes()
+        self._kind = kind
+        meter = self._meter()
         with meter:
-            self._model = TracedModel(policy.sizes_only(dtype))
+            self._model = TracedModel(policy.sizes_only(dtype, kind))
         self._building_bytes = meter.peak[DEVICE] - meter.live[DEVICE]
         self._known: dict[Hashable, int] = {}
+
+    def _meter(self) -> LiveBytes:
+        return LiveBytes(kind=self._kind, inside=workspaces(self._kind))
 
     def parameters(self) -> dict[str, TensorSpec]:
         """Return the parameters' sizes by name; a tied one comes once."""
@@ -56,8 +66,8 @@ class Estimator:
     @cached_property
     def load_workspace_bytes(self) -> int:
         """Device bytes that loading needs beyond the weights: building or converting, then the check."""
-        largest = max(spec.nbytes for spec in self.parameters().values())
-        meter = LiveBytes()
+        largest = self._kind.rounded(max(spec.nbytes for spec in self.parameters().values()))
+        meter = self._meter()
         with meter:
             meter.adopt(self._tensors)
             entry = meter.live[DEVICE]
@@ -71,9 +81,9 @@ class Estimator:
     @cached_property
     def skeleton_workspace_bytes(self) -> int:
         """Device bytes that loading a model without its weights needs: one layer is, to check the architecture."""
-        small = Estimator(self._policy.small(), self._dtype)
+        small = Estimator(self._policy.small(), self._dtype, self._kind)
         held = [*small.parameters().values(), *small.buffers().values()]
-        return sum(spec.nbytes for spec in held) + small.load_workspace_bytes
+        return sum(self._kind.rounded(spec.nbytes) for spec in held) + small.load_workspace_bytes
 
     def _refusal(self, error: Exception) -> UnsupportedModelError:
         kind = self._model.hf.config.model_type
@@ -98,7 +108,7 @@ class Estimator:
         return self._known[shape]
 
     def _trace(self, stage: Stage, plan: Plan) -> int:
-        meter = self._model.meter = LiveBytes()
+        meter = self._model.meter = self._meter()
         machine = TorchMachine(plan, meter=meter, store=None, directory=None, device=CpuDevice("meta"))
         with meter:
             for name in stage.used:

@@ -120,7 +120,7 @@ class GrpoSpace:
         return self._facts
 
     def _find_facts(self) -> Facts:
-        estimator = Estimator(self.policy, self.settings.dtype)
+        estimator = Estimator(self.policy, self.settings.dtype, self.kind)
         vocab, exact = int(self.policy.config.vocab_size), self.settings.gradient == "exact"
         trees = ([tree for _, tree in self.trees(step, "")] for step in range(len(self.steps)))
         lookups = tuple(lookup_ids(found, vocab=vocab, exact=exact) for found in trees)
