@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from engine.budget import UNLIMITED_BYTES, Budget
+from engine.device import Device
 from engine.hardware import load_profile
 from engine.plan import Plan
 from engine.planner import Forecast, forecast
@@ -122,11 +123,11 @@ def run_step(space: GrpoSpace, run: Path, within: Budget | None = None) -> Done:
     return run_plan(space.lower(space.first()), run, within)
 
 
-def run_plan(plan: Plan, run: Path, within: Budget | None = None) -> Done:
-    """See `run_step`."""
+def run_plan(plan: Plan, run: Path, within: Budget | None = None, device: Device | None = None) -> Done:
+    """See `run_step`; on the CPU unless ``device`` is given."""
     planned = forecast(plan, within or budget(), load_profile("cpu"))
     file = run.with_name(f"{run.name}.gradients.safetensors")
-    outcome = execute(planned, run, wanted={"gradients": str(file)})
+    outcome = execute(planned, run, wanted={"gradients": str(file)}, device=device)
     return Done(planned=planned, outcome=outcome, gradients=load_file(file), run=run)
 
 

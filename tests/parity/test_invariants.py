@@ -19,6 +19,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.budget import Budget, Tier
+from engine.device_kind import planning_for
 from engine.errors import UsageError
 from engine.hardware import PROFILES
 from engine.plan import Plan
@@ -26,6 +27,7 @@ from engine.schedule import Create, device_floor, make_schedule, staging_need
 from stages import AdamWOptions, Group, GrpoSettings, GrpoSpace, LossConfig, loss_stage, names, state
 from stages.audit import max_rel_err
 from stages.losses import evaluate_loss
+from tests.far_device import FAR, FarDevice
 from tests.helpers import (
     Done,
     budget,
@@ -91,6 +93,27 @@ def test_the_tier_that_pages_live_on_changes_no_bit_of_gradient_and_checkpoint(
         assert same_bits(checkpoint_tensors(done[name].checkpoint), checkpoint_tensors(done["device"].checkpoint))
         for key in ("loss", "grad_norm", "metrics"):
             assert done[name].outcome.results[key] == done["device"].outcome.results[key]
+
+
+@pytest.mark.parametrize("spans", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_device_with_memory_of_its_own_gives_the_same_bits_within_what_was_planned_for_it(
+    dtype: torch.dtype, spans: int, policy: Path, tmp_path: Path
+) -> None:
+    chosen = settings_of(dtype, fixed={**CHOICES, "layer_spans": spans})
+    group = random_group(1, 30, [14, 5, 9])
+    expected = run_step(step_space(policy, [group], chosen), tmp_path / "cpu")
+    with planning_for(FAR):
+        space = step_space(policy, [group], chosen)
+    plan = space.lower(space.first())
+    for name, within in budgets_of(plan).items():
+        done = run_plan(plan, tmp_path / name, within, device := FarDevice())
+        assert same_bits(done.gradients, expected.gradients)
+        assert same_bits(checkpoint_tensors(done.checkpoint), checkpoint_tensors(expected.checkpoint))
+        planned, measured = done.planned.peak_bytes[Tier.DEVICE], done.outcome.measured_peak_bytes["device"]
+        assert planned - FAR.kept_bytes - 64 * FAR.unit_bytes <= measured <= planned
+        assert (device.num_copies > 0) == (name != "device")
+        assert device.cap_bytes == within.device_bytes
 
 
 @pytest.mark.parametrize("stored", [0, 2])

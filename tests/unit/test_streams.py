@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from engine.budget import Tier
 from engine.context import StageContext
+from engine.device import CpuDevice, Device
 from engine.errors import RunDirectoryError, StageFailedError, StoreFullError
 from engine.memory import DEVICE, HOST, LiveBytes, keep_freed_memory, rss_bytes
 from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
@@ -26,6 +27,7 @@ from engine.store import Store
 from engine.streams import THREAD_NAME
 from engine.units import KIB, MIB
 from engine.worker import TorchMachine
+from tests.far_device import FarDevice
 
 PIECES = 4
 SHAPE = (2, 3, 5)  # of a piece: parts, tokens, width
@@ -34,8 +36,11 @@ WAIT_S = 20.0
 # For what a thread does at once; a test that waits this long has failed.
 
 
-def make_machine(folder: Path, tiers: dict[str, Tier], run: Callable[[StageContext], None]) -> TorchMachine:
-    plan = Plan(name="p")
+def make_machine(
+    folder: Path, tiers: dict[str, Tier], run: Callable[[StageContext], None], device: Device | None = None
+) -> TorchMachine:
+    device = CpuDevice() if device is None else device
+    plan = Plan(name="p", kind=device.kind)
     for name in VALUES:
         spec = TensorSpec(shape=(PIECES, *SHAPE), dtype="bfloat16" if name == "c" else "float32")
         plan.value(Value(name=name, tensors={"t": spec}, kind=ValueKind.ORDERED))
@@ -45,8 +50,8 @@ def make_machine(folder: Path, tiers: dict[str, Tier], run: Callable[[StageConte
         Stream(values=("w",), updates=True, buffered=False),
     )
     plan.add(Stage(name="s", kind="work", run=run, streams=streams))
-    meter = LiveBytes()
-    machine = TorchMachine(plan, meter=meter, store=Store.create(folder / "store"), directory=folder)
+    meter, store = device.meter(), Store.create(folder / "store")
+    machine = TorchMachine(plan, meter=meter, store=store, directory=folder, device=device)
     with meter:
         machine.reserve(staging_need(plan))
         for name in VALUES:
@@ -138,11 +143,12 @@ class Model:
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("device", [CpuDevice, FarDevice])
 @pytest.mark.parametrize("slots", [1, 2])
 @given(work=stages, tiers=st.fixed_dictionaries({name: st.sampled_from(Tier) for name in VALUES}))
 @settings(deadline=None, max_examples=60)
 def test_whatever_a_stage_does_in_whatever_order_it_finds_what_it_wrote(
-    slots: int, work: list[list[tuple[Any, ...]]], tiers: dict[str, Tier]
+    slots: int, device: type[CpuDevice | FarDevice], work: list[list[tuple[Any, ...]]], tiers: dict[str, Tier]
 ) -> None:
     model, numbers = Model(), iter(range(10**6))
     todo = iter(work)
@@ -152,7 +158,7 @@ def test_whatever_a_stage_does_in_whatever_order_it_finds_what_it_wrote(
             model.do(context, next(numbers), step)
 
     with tempfile.TemporaryDirectory() as folder:
-        machine = make_machine(Path(folder), tiers, run)
+        machine = make_machine(Path(folder), tiers, run, device())
         for _ in work:
             run_stage(machine, slots)
             assert porters() == []
