@@ -79,11 +79,11 @@ def test_attention_over_pages_is_the_same_by_all_kernels(monkeypatch: pytest.Mon
 
     def found(chosen: AttentionKernels) -> list[torch.Tensor]:
         monkeypatch.setattr("models.attention.attention_kernels", lambda query, kind: chosen)
-        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        query, key, value = (tensor.clone().requires_grad_() for tensor in (q, k, v))
         pages = Pages(prefix.split([7, 1, 9], 2))
-        out = paged_attention(Layer(), *leaves, None, prefix=pages)[0]
+        out = paged_attention(Layer(), query, key, value, None, prefix=pages)[0]
         out.backward(d_out.transpose(1, 2))
-        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None), *pages.cotangents]
+        return [out.detach(), *(x.grad for x in (query, key, value) if x.grad is not None), *pages.cotangents]
 
     for ours, theirs in zip(found(MATH), found(CPU_FLASH), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -99,7 +99,7 @@ def test_scores_are_bounded_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -
             meter.adopt(made)
             before = meter.live[DEVICE]
             both_ways(MATH, made, False)
-            return meter.peak[DEVICE] - before
+            return int(meter.peak[DEVICE] - before)
 
     few, many = peak(all_scores // 64), peak(all_scores)
     assert few < 2 * all_scores < 8 * all_scores < many  # bytes: two matrices of scores stand together

@@ -12,7 +12,9 @@ from engine.memory import DEVICE, HOST, LiveBytes
 from models.attention import EmptyPrefix, paged_attention
 from models.policy import find_policy
 from models.workspaces import KERNEL_WORKSPACES, num_splits, reduction_bytes, workspaces
-from tests.helpers import tiny_config
+from stages.estimate import Estimator
+from stages.settings import GrpoSettings
+from tests.helpers import random_group, step_space, tiny_config
 from tests.unit.test_attention import Layer
 
 aten = torch.ops.aten
@@ -208,9 +210,9 @@ def test_attention_over_pages_peaks_with_the_accumulators_of_the_device_it_is_pl
         reached = meter.peak[DEVICE] - before
     of_query, of_key = batch * heads * tokens * dim * 2, batch * kv_heads * tokens * dim * 2
     lse = empty(batch, heads, tokens, dtype=torch.float32)
-    # At the page's backward there are: the output as the layer gets it, its gradient, and the one kept for this; the
-    # queries' gradient in float32 and that by this page; the keys' and values' of own tokens and of the page.
-    live = 3 * of_query + 2 * of_query + of_query + 2 * of_key + page.nbytes
+    # At the page's backward there are: the output, which lies as the layer wants it and as the kernel does, and its
+    # gradient; the queries' gradient in float32 and that by this page; those of own keys and values and of the page's.
+    live = 2 * of_query + 2 * of_query + of_query + 2 * of_key + page.nbytes
     live += H100.rounded(lse.nbytes) * (1 if batch == 1 else 2)  # kept, and with the branches in the query axis
     folded = laid_out(1, heads, batch * tokens, dim)
     taken = inside(FLASH_BACKWARD, folded, folded, page[0:1], page[1:2], folded, lse)
@@ -229,6 +231,29 @@ class SizesOnly:
 
     def add_cotangent(self, layer: int, index: int, d_key: torch.Tensor, d_value: torch.Tensor) -> None:
         pass
+
+
+def test_stages_are_planned_with_what_the_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = GrpoSettings(dtype=torch.bfloat16)
+    space = step_space(tiny_config("qwen3"), [random_group(0, 300, (9, 5))], settings)
+    plan = space.lower(space.first())
+    ours, theirs = Estimator(space.policy, torch.bfloat16), Estimator(space.policy, torch.bfloat16, H100)
+    taken: list[int] = []
+
+    def note(args: tuple[Any, ...], kwargs: dict[str, Any], kind: DeviceKind) -> int:
+        taken.append(KERNEL_WORKSPACES[FLASH_BACKWARD](args, kwargs, kind))
+        return taken[-1]
+
+    monkeypatch.setattr("stages.estimate.workspaces", lambda kind: {FLASH_BACKWARD: note} if kind is H100 else {})
+    for kind in ("prefill", "score", "replay", "sweep"):
+        stage = next(stage for stage in plan.stages.values() if stage.kind == kind)
+        assert ours.workspace_bytes(kind, stage, plan) == stage.workspace_bytes
+        taken.clear()
+        planned = theirs.workspace_bytes(kind, stage, plan)
+        assert planned % CUDA_BLOCK_BYTES == 0
+        assert bool(taken) == (kind in ("replay", "sweep"))
+        assert planned > max([*taken, stage.workspace_bytes // 2])
+    assert theirs.load_workspace_bytes >= ours.load_workspace_bytes
 
 
 @pytest.mark.parametrize(
