@@ -4,7 +4,8 @@ The workspace of a stage is found by running the stage's real code on torch's me
 model) under `engine.memory.LiveBytes`. A decoder's layers are alike, so each phase is run there once per signature;
 after that it is replayed: outputs of the same sizes are allocated, the peak is raised by what the phase needed, and
 nothing is computed. One page stands for the whole prefix: a page's temporaries are gone before the next page's begin,
-and only the backward's depend on the page's length, so the longest page decides.
+and only the backward's depend on the page's length, so the longest page decides. (What CUDA's forward takes inside
+depends on it, too, but is counted as the most at any length: `models.workspaces`.)
 
 Invariant: for the same arguments a replayed phase leaves the same bytes live and reaches the same peak as the real
 one. A test holds stages traced this way against stages measured on real tensors.

@@ -9,8 +9,10 @@ searchsorted, index, masked_fill, cat, and the fused AdamW.
 
 Written from the sources of PyTorch 2.13 and, where those were not at hand, of the closest version that was: paths below
 are in its repository. None of it was run on a GPU; tests/gpu holds each entry against the allocator where there is one.
-Two things make an entry a bound instead of the number itself: radix sorts, whose tiles depend on the architecture
-(`_radix_sort`), and reductions of 16-bit numbers, which may read wider vectors than is assumed here (`_reduction`).
+Three things make an entry a bound instead of the number itself: flash attention's forward is counted as the most that
+it takes for any number of keys, so that the length of a page or of a branch decides nothing; radix sorts, whose tiles
+depend on the architecture (`_radix_sort`); and reductions of 16-bit numbers, which may read other vectors than is
+assumed here (`_reduction`).
 
 All assume ``torch.use_deterministic_algorithms(True)``, as runs on a GPU need it for their bits; without it, flash
 attention's backward has one accumulator, and scatters and index_add take nothing.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -33,8 +36,9 @@ _aten = torch.ops.aten
 _LONG_BYTES, _FLOAT_BYTES, _INT_BYTES = 8, 4, 4
 
 _MOST_SPLITS, _SPLIT_QUERIES = 128, 64
-_SPLIT_KEYS = ((64, 256), (128, 128), (256, 64))
-# flash_api.cpp, set_params_splitkv: keys of a block for head dimensions up to so many.
+# flash_api.cpp, set_params_splitkv.
+_MOST_KEY_BLOCKS = 2048
+# Of a page: 131,072 tokens where heads are wide, and more where they are not.
 _FLASH_ROWS = 128
 # flash_api.cpp, mha_bwd: queries are rounded up to these.
 
@@ -69,19 +73,25 @@ def _copy_if_strided(x_BHSD: torch.Tensor, kind: DeviceKind) -> int:
 def num_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
     """Return in how many parts flash attention's forward cuts the keys, so that few queries fill the device.
 
-    ``blocks`` are those of queries of all heads and branches. See flash_api.cpp, num_splits_heuristic: the fewest
+    ``blocks`` are those of 64 queries of all heads and branches, ``key_blocks`` those of 256 keys, of 128 from a head
+    dimension of 72 on and of 64 from one of 136 on. See flash_api.cpp, num_splits_heuristic: the fewest
     parts whose occupancy is 85 % of the best one's, in single precision as there.
     """
     places = 2 * multiprocessors  # set_params_splitkv passes twice their number
     if np.float32(blocks) >= np.float32(0.8) * np.float32(places):
         return 1
-    efficiencies: dict[int, np.float32] = {}
-    for parts in range(1, min(_MOST_SPLITS, places, key_blocks) + 1):
-        if parts == 1 or _ceil_div(key_blocks, parts) != _ceil_div(key_blocks, parts - 1):
-            waves = np.float32(blocks * parts) / np.float32(places)
-            efficiencies[parts] = waves / np.ceil(waves)
-    best = max(efficiencies.values(), default=np.float32(0))
-    return next((parts for parts, found in efficiencies.items() if float(found) >= 0.85 * float(best)), 1)
+    parts = np.arange(1, min(_MOST_SPLITS, places, key_blocks) + 1)
+    waves = (blocks * parts).astype(np.float32) / np.float32(places)
+    efficiencies = waves / np.ceil(waves)
+    longest = -(-key_blocks // parts)
+    efficiencies[1:][longest[1:] == longest[:-1]] = 0  # one part less would be as good
+    return int(parts[np.argmax(efficiencies.astype(np.float64) >= 0.85 * float(efficiencies.max()))])
+
+
+@cache
+def most_splits(blocks: int, multiprocessors: int) -> int:
+    """Return the most parts of `num_splits` for any number of blocks of keys."""
+    return max(num_splits(blocks, multiprocessors, key_blocks) for key_blocks in range(1, _MOST_KEY_BLOCKS + 1))
 
 
 def _rounded_dim(dim: int) -> int:
@@ -92,19 +102,18 @@ def _rounded_dim(dim: int) -> int:
 def flash_forward_bytes(args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: DeviceKind) -> int:
     """Bytes inside ``_scaled_dot_product_flash_attention(query, key, value, ...)``.
 
-    flash_api.cpp, mha_fwd: partial outputs and log-sum-exps of every part of the keys. One query of grouped heads is
+    flash_api.cpp, mha_fwd: partial outputs and log-sum-exps of every part of the keys, in as many parts as there can be
+    for these queries: with fewer keys there may be fewer parts, and even with more. One query of grouped heads is
     turned into as many queries as share a key head, which copies it unless its heads lie behind each other.
     """
     query, key = args[0], args[1]
     batch, heads, queries, dim = query.shape
-    kv_heads, keys = key.shape[1], key.shape[2]
+    kv_heads = key.shape[1]
     turned = 0
     if queries == 1 and heads > kv_heads:
         queries, heads = heads // kv_heads, kv_heads
         turned = _copy_if_strided(query, kind)
-    key_block = next(block for most, block in _SPLIT_KEYS if dim <= most)
-    blocks = batch * heads * _ceil_div(queries, _SPLIT_QUERIES)
-    parts = num_splits(blocks, kind.multiprocessors, _ceil_div(keys, key_block))
+    parts = most_splits(batch * heads * _ceil_div(queries, _SPLIT_QUERIES), kind.multiprocessors)
     if parts == 1:
         return turned
     rows = parts * batch * heads * queries

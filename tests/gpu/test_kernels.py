@@ -31,6 +31,8 @@ LAYOUTS = {
     "as many key heads": (2, 4, 4, 300, 300, 256, True),
 }
 """Branches, query heads, key heads, queries, keys, head dimension; causal."""
+FULL = ("a chunk", "a page")
+"""Those with queries enough to fill any device, so that their keys are not cut."""
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +142,9 @@ def test_flash_attention_takes_the_bytes_planned(name: str, kind: DeviceKind) ->
     q, k, v, d_out = drawn(LAYOUTS[name], torch.bfloat16)
     causal = bool(LAYOUTS[name][6])
     planned, measured = peaks(lambda q, k, v: CUDA_FLASH.forward(q, k, v, causal, 0.1), [q, k, v], kind)
-    assert planned == measured
+    assert measured <= planned  # that of the most parts that any number of keys is cut into
+    if name in FULL:
+        assert planned == measured
     out, lse = CUDA_FLASH.forward(q, k, v, causal, 0.1)
     given = [q, k, v, out, lse]
     for d_out_as in (d_out, d_out.contiguous()):

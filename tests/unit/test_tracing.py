@@ -9,11 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.device_kind import CPU, DeviceKind, cuda_kind
 from engine.memory import DEVICE, LiveBytes
-from models.chunk import Model, backward_chunk, forward_chunk
+from models.chunk import backward_chunk, forward_chunk
 from models.dense import DenseModel
 from models.policy import find_policy
 from models.tracing import TracedModel, longest_page
+from models.workspaces import workspaces
 from tests.helpers import tiny_config
 
 KV_HEADS, HEAD_DIM = 2, 8
@@ -22,9 +24,9 @@ KV_HEADS, HEAD_DIM = 2, 8
 class Pages:
     """A prefix whose pages exist beforehand and whose cotangents are dropped."""
 
-    def __init__(self, counts: tuple[int, ...], device: str) -> None:
+    def __init__(self, counts: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
         self.token_counts = counts
-        self.pages = [torch.zeros(2, KV_HEADS, count, HEAD_DIM, device=device) for count in counts]
+        self.pages = [torch.zeros(2, KV_HEADS, count, HEAD_DIM, dtype=dtype, device=device) for count in counts]
 
     def page(self, layer: int, index: int) -> torch.Tensor:
         return self.pages[index]
@@ -33,11 +35,20 @@ class Pages:
         pass
 
 
-def peak_bytes(model: Any, counts: tuple[int, ...], tokens: int, *, backward: bool, device: str, batch: int = 1) -> int:
+def peak_bytes(
+    model: Any,
+    counts: tuple[int, ...],
+    tokens: int,
+    *,
+    backward: bool,
+    device: str,
+    batch: int = 1,
+    kind: DeviceKind = CPU,
+) -> int:
     """Return the bytes above its entry that one chunk reaches."""
     with torch.device(device):
-        prefix, ids = Pages(counts, device), torch.zeros(batch, tokens, dtype=torch.int64)
-        meter = LiveBytes()
+        prefix, ids = Pages(counts, device, model.dtype), torch.zeros(batch, tokens, dtype=torch.int64)
+        meter = LiveBytes(kind=kind, inside=workspaces(kind))
         if isinstance(model, TracedModel):
             model.meter = meter
         with meter:
@@ -48,7 +59,7 @@ def peak_bytes(model: Any, counts: tuple[int, ...], tokens: int, *, backward: bo
             return int(meter.peak[DEVICE]) - int(entry)
 
 
-def run_chunk(model: Model, ids: torch.Tensor, prefix: Pages, *, backward: bool) -> None:
+def run_chunk(model: Any, ids: torch.Tensor, prefix: Pages, *, backward: bool) -> None:
     if not backward:
         forward_chunk(model, ids, first_position=3, prefix=prefix, keep_state=None, want_hidden=True)
         return
@@ -58,7 +69,7 @@ def run_chunk(model: Model, ids: torch.Tensor, prefix: Pages, *, backward: bool)
         ids,
         first_position=3,
         prefix=prefix,
-        state_cotangent=lambda layer: (torch.ones(shape), torch.ones(shape)),
+        state_cotangent=lambda layer: (torch.ones(shape, dtype=model.dtype), torch.ones(shape, dtype=model.dtype)),
         head_backward=torch.ones_like,
     )
 
@@ -90,6 +101,20 @@ def test_a_chunk_needs_what_the_real_one_needs(
         again = peak_bytes(traced, counts, tokens, backward=backward, device="meta", batch=batch)
         measured = peak_bytes(real, counts, tokens, backward=backward, device="cpu", batch=batch)
         assert planned == again == measured
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_chunk_for_a_gpu_needs_what_it_needs_page_by_page(backward: bool) -> None:
+    kind, policy = cuda_kind(132), find_policy(tiny_config("qwen3", num_hidden_layers=3))
+    traced = with_gradients(TracedModel(policy.sizes_only(torch.bfloat16, kind)))
+    plain = with_gradients(policy.sizes_only(torch.bfloat16, kind))
+    for counts in ((), (256,), (8192, 8448), (8448, 8192, 8448), (1024, 1024, 300), (1024, 64)):
+        for batch, tokens in ((1, 6), (3, 4), (1, 1)):
+            peaks = [
+                peak_bytes(model, counts, tokens, backward=backward, device="meta", batch=batch, kind=kind)
+                for model in (traced, traced, plain)
+            ]
+            assert peaks[0] == peaks[1] == peaks[2]
 
 
 @given(st.lists(st.integers(1, 9), max_size=12))

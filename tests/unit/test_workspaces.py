@@ -11,7 +11,7 @@ from engine.device_kind import CPU, CUDA_BLOCK_BYTES, DeviceKind, cuda_kind
 from engine.memory import DEVICE, HOST, LiveBytes
 from models.attention import EmptyPrefix, paged_attention
 from models.policy import find_policy
-from models.workspaces import KERNEL_WORKSPACES, num_splits, reduction_bytes, workspaces
+from models.workspaces import KERNEL_WORKSPACES, most_splits, num_splits, reduction_bytes, workspaces
 from stages.estimate import Estimator
 from stages.settings import GrpoSettings
 from tests.helpers import random_group, step_space, tiny_config
@@ -52,24 +52,39 @@ def test_a_chunk_that_fills_the_device_is_not_split() -> None:
     assert inside(FLASH, laid_out(1, 32, 4096, 128), empty(1, 8, 4096, 128), empty(1, 8, 4096, 128)) == 0
 
 
-def test_few_queries_split_the_keys() -> None:
-    # 8 heads * 1 block = 8 blocks of 264 places; 32 blocks of 128 keys. 32 parts fill 256 of 264 places, which is the
-    # best; 16 fill half as many, and from 17 to 31 the longest part is as long as with 16: they are no choice.
+def test_few_queries_split_the_keys_and_the_most_parts_are_counted() -> None:
+    # 8 heads * 1 block = 8 blocks of 264 places. With 32 blocks of keys 32 parts fill 256 places, which is the best; 16
+    # fill half as many, and from 17 to 31 the longest part is as long as with 16: they are no choice. With more blocks
+    # of keys 33 parts may be a choice, and none of more.
     assert num_splits(8, 132, 32) == 32
-    partial_lse = 32 * 8 * 16 * 4
-    partial_out = 32 * 8 * 16 * 128 * 4
-    assert inside(FLASH, laid_out(1, 8, 16, 128), empty(1, 8, 4096, 128), empty(1, 8, 4096, 128)) == (
-        partial_lse + partial_out
-    )
+    assert most_splits(8, 132) == 33
+    partial_lse, partial_out = 33 * 8 * 16 * 4, 33 * 8 * 16 * 128 * 4
+    for keys in (16, 4096):
+        page = empty(1, 8, keys, 128)
+        assert inside(FLASH, laid_out(1, 8, 16, 128), page, page) == partial_lse + partial_out
 
 
 def test_one_query_of_grouped_heads_is_many_queries_of_few() -> None:
-    # 32 heads over 8: 4 queries of 8 heads, one block each; 64 dimensions: blocks of 256 keys, of which there are 4.
-    # That is far from filling the device, so there are as many parts as blocks of keys.
-    query, page = empty(1, 32, 1, 64), empty(1, 8, 1024, 64)
-    assert inside(FLASH, query, page, page) == 4 * 8 * 4 * 4 + 4 * 8 * 4 * 64 * 4
+    query, page = empty(1, 32, 1, 64), empty(1, 8, 1024, 64)  # 32 heads over 8: 4 queries of 8 heads, a block each
+    assert inside(FLASH, query, page, page) == H100.rounded(33 * 8 * 4 * 4) + 33 * 8 * 4 * 64 * 4
     spread = empty(1, 32, 1, 128)[..., ::2]
     assert inside(FLASH, spread, page, page) == inside(FLASH, query, page, page) + 32 * 64 * 2
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8, 50, 132, 211])
+def test_splits_are_what_the_search_of_the_source_finds(blocks: int) -> None:
+    for key_blocks in (1, 2, 7, 16, 33, 100, 128, 500):
+        assert num_splits(blocks, 132, key_blocks) == searched_splits(blocks, 264, key_blocks)
+
+
+def searched_splits(blocks: int, places: int, key_blocks: int) -> int:
+    """Return what num_splits_heuristic says, step by step."""
+    shares: list[tuple[int, float]] = []
+    for parts in range(1, min(128, places, key_blocks) + 1):
+        if parts == 1 or -(-key_blocks // parts) != -(-key_blocks // (parts - 1)):
+            shares.append((parts, (blocks * parts / places) / -(-blocks * parts // places)))
+    best = max(share for _, share in shares)
+    return next(parts for parts, share in shares if share >= 0.85 * best)
 
 
 @pytest.mark.parametrize(("blocks", "key_blocks", "expected"), [(212, 64, 1), (211, 64, 5), (1, 1, 1), (132, 64, 2)])
