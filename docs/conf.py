@@ -30,6 +30,7 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 nitpick_ignore_regex = [("py:.*", r"(torch|transformers|networkx|nx|pathlib|collections|typing)\..*")]
 nitpick_ignore = [
+    ("py:class", "engine.device.Device"),  # engine.device.open_device makes one
     ("py:class", "TorchMachine"),  # only the runtime makes a StageContext
     ("py:class", "engine.authoring.Result"),  # a type variable
     ("py:class", "engine.hardware.Amount"),  # another

@@ -119,7 +119,6 @@ def test_scores_are_bounded_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -
         (torch.float64, 128, cuda_kind(132), MATH),
         (torch.bfloat16, 128, DeviceKind(name="xpu"), MATH),
     ],
-    ids=str,
 )
 def test_kernels_are_chosen_by_device_dtype_and_head_dimension(
     dtype: torch.dtype, dim: int, kind: DeviceKind | None, expected: AttentionKernels
