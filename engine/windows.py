@@ -133,7 +133,12 @@ class Search:
         return (least if least > most else most) - before
 
     def seconds(self) -> float:
-        """Return the seconds of all stages beyond their compute time."""
+        """Return the seconds of all stages beyond their compute time.
+
+        That is what `engine.placer.Placer.seconds` says of `placement` with homes on the host wherever they may be
+        there, but for what it takes to make homes on the disk. The search leaves that out: the placer's is never less,
+        and more only where something that leaves the device may live on it and the disk alone.
+        """
         total, seen = 0.0, self.seen
         rows = zip(self.copies_s, self.alongside_s, self.streamed_s, self.two, self.covered_s, strict=True)
         for waited, hidden, streamed, two, covered in rows:
