@@ -30,7 +30,7 @@ def housed(placement: Placement, order: Sequence[int], budget: Budget, staging_b
     births = _home_births(placement, leaving)
     need = [number for number in leaving if births[number] <= needs.deaths[number]]
     fixed = [number for number in needs.outside if len(needs.values[number].tiers) == 1]
-    streamed = any(_is_stored(needs, number) for number in fixed)
+    streamed = any(needs.values[number].is_stored for number in fixed)
     room = _Room(needs=needs, births=births, budget=budget)
     hosted, others = room.split(need, budget.host_bytes - streamed * staging_bytes)
     if others and not streamed:
@@ -40,12 +40,6 @@ def housed(placement: Placement, order: Sequence[int], budget: Budget, staging_b
     staging = staging_bytes if others or streamed else 0
     room.check(homes, staging)
     return placement.with_homes(homes, staging)
-
-
-def _is_stored(needs: Needs, number: int) -> bool:
-    """Return whether a Value is in the store on the disk and nowhere else; files that stages write are not there."""
-    value = needs.values[number]
-    return value.tiers == (Tier.DISK,) and not value.provided
 
 
 def _home_births(placement: Placement, numbers: Sequence[int]) -> Numbers:

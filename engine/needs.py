@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from engine.plan import Plan
 Bytes = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
+Amount = TypeVar("Amount", int, Numbers)
 
 
 class Touch(NamedTuple):
@@ -198,8 +199,8 @@ def needs_of(plan: Plan, stages: Sequence[Stage]) -> Needs:
         for name in dict.fromkeys(stage.resident()):
             if Tier.DEVICE in plan.values[name].tiers:  # files are never there
                 resident_at[numbers[name]].append(index)
-    streams = _streams_of(stages, numbers)
-    buffer_bytes, outside_buffer_bytes = streams.buffer_bytes(plan, values, end)
+    streams = _streams_of(plan, stages, numbers, values)
+    buffer_bytes, outside_buffer_bytes = streams.buffers(values, end)
     return Needs(
         plan=plan,
         stages=tuple(stages),
@@ -220,34 +221,31 @@ def needs_of(plan: Plan, stages: Sequence[Stage]) -> Needs:
     )
 
 
-_PIECES_OF_VALUE = -1
-# Where a stream touches all of the pieces that a Value has.
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Streams:
     """All streams of a plan that have Values: their stages, and their Values by number, one stream behind the other.
 
-    ``starts`` are the places in ``values`` at which each begins. ``pieces`` are those of a pass.
+    ``starts`` are the places in ``values`` at which each begins. ``pieces`` are those of a pass, ``buffer_bytes`` those
+    of every stream.
     """
 
     streams: list[Stream]
     stages: Numbers
     starts: Numbers
+    buffer_bytes: Bytes
     values: Numbers
     pieces: Numbers
 
-    def buffer_bytes(self, plan: Plan, values: Sequence[Value], num_stages: int) -> tuple[Bytes, Bytes]:
+    def buffers(self, values: Sequence[Value], num_stages: int) -> tuple[Bytes, Bytes]:
         """Return the bytes of all streams' buffers by stage, and of those with Values that are never on the device."""
         if not self.streams:
             return np.zeros(num_stages, dtype=np.int64), np.zeros(num_stages, dtype=np.int64)
-        pieces = [0 if value.pinned else plan.kind.rounded(value.largest_piece_bytes) for value in values]
-        largest = np.array(pieces, dtype=np.int64)
         outside = np.array([Tier.DEVICE not in value.tiers for value in values])
-        buffered = np.array([stream.buffered for stream in self.streams])
-        nbytes = np.maximum.reduceat(largest[self.values], self.starts) * buffered
-        has_outside = np.logical_or.reduceat(outside[self.values], self.starts)
-        return added_up(self.stages, nbytes, num_stages), added_up(self.stages, nbytes * has_outside, num_stages)
+        some_outside = np.logical_or.reduceat(outside[self.values], self.starts)
+        return (
+            added_up(self.stages, self.buffer_bytes, num_stages),
+            added_up(self.stages, self.buffer_bytes * some_outside, num_stages),
+        )
 
     def uses(self, values: Sequence[Value]) -> StreamUses:
         """Return the columns of all uses, but for those of pinned Values."""
@@ -261,50 +259,68 @@ class _Streams:
             )
         )
         pinned = np.array([value.pinned for value in values], dtype=bool)
-        pieces = np.array([value.streamed_pieces for value in values], dtype=np.int64).reshape(-1, 2)
-        all_pieces = self.pieces == _PIECES_OF_VALUE
-        touched = passes * np.where(all_pieces, pieces[self.values, 0], self.pieces)
-        nbytes = touched * pieces[self.values, 1]
+        piece_bytes = np.array([value.streamed_pieces[1] for value in values], dtype=np.int64)
+        in_bytes, out_bytes, num_pieces = _moved(
+            self.pieces, piece_bytes[self.values], passes=passes, buffered=buffered, updates=updates
+        )
         kept = ~pinned[self.values]
         return StreamUses(
             stages=np.repeat(self.stages, counts)[kept],
             values=self.values[kept],
-            in_bytes=(nbytes * buffered)[kept],
-            out_bytes=(nbytes * updates)[kept],
-            num_pieces=touched[kept],
+            in_bytes=in_bytes[kept],
+            out_bytes=out_bytes[kept],
+            num_pieces=num_pieces[kept],
         )
 
 
-def _streams_of(stages: Sequence[Stage], numbers: Mapping[str, int]) -> _Streams:
+def _streams_of(plan: Plan, stages: Sequence[Stage], numbers: Mapping[str, int], values: Sequence[Value]) -> _Streams:
     streams: list[Stream] = []
     owners: list[int] = []
     starts: list[int] = []
-    values: list[int] = []
+    streamed: list[int] = []
     pieces: list[int] = []
+    all_pieces = [value.streamed_pieces[0] for value in values]
     for index, stage in enumerate(stages):
         for stream in stage.streams:
             if stream.values:
+                mine = [numbers[name] for name in stream.values]
                 streams.append(stream)
                 owners.append(index)
-                starts.append(len(values))
-                values += [numbers[name] for name in stream.values]
-                pieces += stream.pieces or [_PIECES_OF_VALUE] * len(stream.values)
-    owner_numbers, start_numbers, value_numbers, piece_numbers = (
-        np.array(column, dtype=np.int64) for column in (owners, starts, values, pieces)
-    )
+                starts.append(len(streamed))
+                streamed += mine
+                pieces += stream.pieces or [all_pieces[number] for number in mine]
+    columns = owners, starts, [plan.buffer_bytes(stream) for stream in streams], streamed, pieces
+    owned, begun, buffer_bytes, value_numbers, piece_numbers = (np.array(each, dtype=np.int64) for each in columns)
     return _Streams(
-        streams=streams, stages=owner_numbers, starts=start_numbers, values=value_numbers, pieces=piece_numbers
+        streams=streams,
+        stages=owned,
+        starts=begun,
+        buffer_bytes=buffer_bytes,
+        values=value_numbers,
+        pieces=piece_numbers,
     )
 
 
 def touches(plan: Plan, stream: Stream) -> list[Touch]:
     """Return what a stage's stream touches of every Value that is not pinned."""
     found = []
+    how = {"passes": stream.passes, "buffered": stream.buffered, "updates": stream.updates}
     for position, name in enumerate(stream.values):
         value = plan.values[name]
         if not value.pinned:
-            num_pieces, piece_bytes = value.streamed_pieces
-            pieces = stream.passes * (stream.pieces[position] if stream.pieces else num_pieces)
-            nbytes = pieces * piece_bytes
-            found.append(Touch(name, nbytes if stream.buffered else 0, nbytes if stream.updates else 0, pieces))
+            all_pieces, piece_bytes = value.streamed_pieces
+            pieces = stream.pieces[position] if stream.pieces else all_pieces
+            found.append(Touch(name, *_moved(pieces, piece_bytes, **how)))
     return found
+
+
+def _moved(
+    pieces: Amount, piece_bytes: Amount, *, passes: Amount, buffered: Amount, updates: Amount
+) -> tuple[Amount, Amount, Amount]:
+    """Return the bytes that a stream brings in and takes out of a Value, and in how many pieces; of arrays, of each.
+
+    ``pieces`` are those of a pass.
+    """
+    touched = passes * pieces
+    nbytes = touched * piece_bytes
+    return nbytes * buffered, nbytes * updates, touched

@@ -86,8 +86,9 @@ class Value:
     others are allocated for the stage before it runs. ``keep`` Values outlive the plan.
 
     What follows from the tensors is computed at once, since planning asks for it again and again: ``nbytes`` of all,
-    ``largest_piece_bytes`` of any, and ``streamed_pieces``, how many pieces the first one has, which is the one that
-    streams go through, and the bytes of each.
+    ``largest_piece_bytes`` of any, ``buffer_bytes``, which is what a stream's buffer needs for it (nothing if it can't
+    leave the device), and ``streamed_pieces``, how many pieces the first one has, which is the one that streams go
+    through, and the bytes of each.
     """
 
     name: str
@@ -99,12 +100,14 @@ class Value:
     origin: str = field(default_factory=caller_origin, compare=False, repr=False)
     nbytes: int = field(init=False, compare=False, repr=False)
     largest_piece_bytes: int = field(init=False, compare=False, repr=False)
+    buffer_bytes: int = field(init=False, compare=False, repr=False)
     streamed_pieces: tuple[int, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         specs = list(self.tensors.values())
         object.__setattr__(self, "nbytes", sum([spec.nbytes for spec in specs]))
         object.__setattr__(self, "largest_piece_bytes", max([spec.piece_bytes for spec in specs], default=0))
+        object.__setattr__(self, "buffer_bytes", 0 if self.pinned else self.largest_piece_bytes)
         first = (specs[0].num_pieces, specs[0].piece_bytes) if specs else (0, 0)
         object.__setattr__(self, "streamed_pieces", first)
 
@@ -112,6 +115,11 @@ class Value:
     def pinned(self) -> bool:
         """True if it can live on the device only."""
         return self.tiers == (Tier.DEVICE,)
+
+    @property
+    def is_stored(self) -> bool:
+        """True if it is in the run's store while it is on the disk; a file that its stage writes is not."""
+        return not self.provided and Tier.DISK in self.tiers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ def copy_s(profile: HardwareProfile, value: Value, source: Tier, target: Tier) -
 
 def home_s(profile: HardwareProfile, value: Value, tier: Tier) -> float:
     """Return the seconds that a Value's home takes to make and to remove: on the disk, tensor by tensor."""
-    return len(value.tensors) * profile.array_s if tier is Tier.DISK and not value.provided else 0.0
+    return len(value.tensors) * profile.array_s if tier is Tier.DISK and value.is_stored else 0.0
 
 
 class Unit(NamedTuple):

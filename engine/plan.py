@@ -165,7 +165,7 @@ class Plan:
             raise PlanError(f"Value {name!r} is provided by its stage, so it lives on one tier: name that one{where}")
         if not value.tiers or any(size < 1 for spec in value.tensors.values() for size in spec.shape):
             raise PlanError(f"Value {name!r} has no tier, or a tensor without elements: {dict(value.tensors)}{where}")
-        if Tier.DISK in value.tiers and not value.provided and not _ON_DISK.fullmatch(name):
+        if value.is_stored and not _ON_DISK.fullmatch(name):
             raise PlanError(f"Value {name!r} can't go to disk by that name; use letters, digits and _ . + - /{where}")
         self._check_paths(value)
         self.values[name] = value
@@ -321,8 +321,8 @@ class Plan:
 
     def buffer_bytes(self, stream: Stream) -> int:
         """Return the device bytes of a stream's buffer, if it comes to need one: its largest piece."""
-        values = [self.values[name] for name in stream.values] if stream.buffered else []
-        return self.kind.rounded(max([value.largest_piece_bytes for value in values if not value.pinned], default=0))
+        names = stream.values if stream.buffered else ()
+        return self.kind.rounded(max([self.values[name].buffer_bytes for name in names], default=0))
 
     def bytes_on(self, tier: Tier, value: Value) -> int:
         """Return the bytes that a Value takes on a tier: on a device every tensor is an allocation of its own."""

@@ -412,6 +412,6 @@ def _uses_disk(forecast: Forecast) -> bool:
     """Return whether any Value but the files that stages write themselves is ever on disk."""
     values = forecast.plan.values
     return any(
-        isinstance(item, Create | Copy) and filled_tier(item) is Tier.DISK and not values[item.value].provided
+        isinstance(item, Create | Copy) and filled_tier(item) is Tier.DISK and values[item.value].is_stored
         for item in forecast.schedule.instructions
     )

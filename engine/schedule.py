@@ -146,7 +146,7 @@ def staging_need(plan: Plan) -> int:
 
     Where the device's memory is not the CPU's there are two: what a stage writes row by row, and what is on its way.
     """
-    through = [value for value in plan.values.values() if Tier.DISK in value.tiers and not value.provided]
+    through = [value for value in plan.values.values() if value.is_stored]
     return (2 if plan.kind.bounces else 1) * max([value.largest_piece_bytes for value in through], default=0)
 
 
