@@ -31,6 +31,13 @@ Numbers = npt.NDArray[np.int64]
 Amount = TypeVar("Amount", int, Numbers)
 
 
+class Window(NamedTuple):
+    """Stages from ``first`` to ``last``, both included."""
+
+    first: int
+    last: int
+
+
 class Touch(NamedTuple):
     """Bytes of a Value that a stream brings in, takes out, or both, and in how many pieces."""
 
@@ -93,6 +100,11 @@ class Needs:
     def lives(self) -> tuple[list[int], list[int]]:
         """`births` and `deaths` as lists, for what looks at one Value after the other."""
         return self.births.tolist(), self.deaths.tolist()
+
+    def life(self, number: int) -> Window:
+        """Return the stages from a Value's birth to its death."""
+        births, deaths = self.lives
+        return Window(births[number], deaths[number])
 
     @cached_property
     def values(self) -> list[Value]:
@@ -158,6 +170,12 @@ class Needs:
         least = self.least_bytes(1)
         number = int(np.argmax(least))
         return int(least[number]), self.stages[number]
+
+    @cached_property
+    def everything_bytes(self) -> int:
+        """Device bytes where nothing ever leaves, so that only streams of what is never there need a buffer."""
+        living = self.living_bytes([*self.movable, *self.pinned])
+        return int((living + self.workspace_bytes + self.outside_buffer_bytes).max(initial=0))
 
     def living_bytes(self, numbers: Sequence[int] | Numbers) -> Bytes:
         """Return the device bytes of the Values ``numbers`` that are alive, by stage."""

@@ -18,26 +18,24 @@ This module is pure: no I/O, no clock, no torch.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from engine.budget import Tier
-from engine.needs import Bytes, Needs, Numbers, added_up
+from engine.needs import Bytes, Needs, Numbers, Window, added_up
 
 TIER_CODES = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2}
 # Of tiers, in arrays.
 
 
-class Window(NamedTuple):
-    """A Value is on the device from stage ``first`` to stage ``last``, both included."""
-
-    first: int
-    last: int
+BEFORE_FIRST = -1
+# The gap before the first stage that uses a Value as a resident.
 
 
 class Event(Enum):
@@ -90,13 +88,7 @@ class Placement:
 
     @cached_property
     def _staying(self) -> frozenset[int]:
-        births, deaths = self.needs.lives
-        return frozenset(number for number, mine in self.windows.items() if mine == ((births[number], deaths[number]),))
-
-    def life(self, number: int) -> Window:
-        """Return the stages from a Value's birth to its death."""
-        births, deaths = self.needs.lives
-        return Window(births[number], deaths[number])
+        return frozenset(number for number, mine in self.windows.items() if mine == (self.needs.life(number),))
 
     @cached_property
     def streamed_from(self) -> Numbers:
@@ -148,7 +140,7 @@ class Placement:
 
     def _coming_and_going(self, number: int) -> Iterator[Step]:
         needs = self.needs
-        birth, death = self.life(number)
+        birth, death = needs.life(number)
         used, changes = set(needs.used_at[number]), needs.changed_at[number]
         windows, early = self.windows[number], self.early.get(number, ())
         at_home = windows[0].first > birth
@@ -169,3 +161,27 @@ class Placement:
                 yield Step(last, False, Event.DROP, number, False)
         if at_home and death < needs.num_stages:
             yield Step(death, False, Event.DROP, number, True)
+
+
+def least_windows(needs: Needs) -> dict[int, tuple[Window, ...]]:
+    """Return the windows of the movable Values that are on the device nowhere but where they must be."""
+    return {number: windows_of(needs, number) for number in needs.visiting}
+
+
+def windows_of(needs: Needs, number: int, kept: Collection[int] = ()) -> tuple[Window, ...]:
+    """Return the windows of a Value that is used as a resident and stays through some of its gaps.
+
+    ``kept`` are the stages that these gaps follow, and `BEFORE_FIRST`.
+    """
+    last_stage, found = needs.num_stages - 1, []
+    residents, (birth, death) = needs.resident_at[number], needs.life(number)
+    for before, stage in pairwise([BEFORE_FIRST, *residents]):
+        if before == BEFORE_FIRST:
+            found.append(Window(birth if BEFORE_FIRST in kept else stage, stage))
+        elif before in kept or stage == before + 1:
+            found[-1] = Window(found[-1].first, stage)
+        else:
+            found.append(Window(stage, stage))
+    if residents[-1] in kept or (residents[-1] == last_stage < death):
+        found[-1] = Window(found[-1].first, death)
+    return tuple(found)

@@ -177,7 +177,7 @@ class Planner:
             if item.place is not None:
                 self._look_further(frontier, item.place, budget, math.inf if best is None else best.seconds)
             elif self._floor(item.choices)[0] <= budget.device_bytes:
-                compute_s = self._portfolio(self._sketch(item.choices)).own.total_compute_s
+                compute_s = self._portfolio(self._sketch(item.choices)).own.clock.total_compute_s
                 if compute_s > item.least_s:
                     frontier.put_back(compute_s, item.choices)
                 else:

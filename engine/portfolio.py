@@ -68,11 +68,11 @@ class Portfolio:
 
     def _fastest(self, ties: Ties, orders: list[Order], share: float) -> Order:
         """Return the order that is roughly the fastest within a share of the device bytes."""
-        least, most = self.own.least_bytes, self.own.everything_bytes
+        least, most = self.own.needs.floor[0], self.own.needs.everything_bytes
         device_bytes = least + int(share * max(0, most - least))
 
         def rough_s(order: Order) -> float:
-            return self._placer(order).rough_s(device_bytes)
+            return self._placer(order).searched.rough_s(device_bytes)
 
         start = min(orders, key=rough_s)
         return improved(ties, start, rough_s, MOVES_A_STAGE * len(start))

@@ -169,7 +169,7 @@ def best_placement(portfolio: Portfolio, budget: Budget) -> Timed:
     """Return the fastest placement that is found in any order, with its time."""
     _check_device(portfolio.own.needs.floor, budget)
     tries = (partial(best_in_order, placer, budget) for placer in portfolio.placers())
-    return _fastest(tries, portfolio.own.total_compute_s)
+    return _fastest(tries, portfolio.own.clock.total_compute_s)
 
 
 def best_in_order(placer: Placer, budget: Budget) -> Timed:
@@ -178,10 +178,10 @@ def best_in_order(placer: Placer, budget: Budget) -> Timed:
 
     def timed(candidate: Placement) -> Timed:
         placement = placer.housed(candidate, budget, staging_bytes)
-        return placement, placer.seconds(placement)
+        return placement, placer.clock.seconds(placement)
 
     tries = (partial(timed, candidate) for candidate in placer.candidates(budget.device_bytes))
-    return _fastest(tries, placer.total_compute_s)
+    return _fastest(tries, placer.clock.total_compute_s)
 
 
 def _fastest(tries: Iterable[Callable[[], Timed]], least_s: float) -> Timed:

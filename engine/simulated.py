@@ -5,7 +5,7 @@ that run alongside it. With one buffer a stream waits for each of its pieces. Wi
 transfers hide behind compute as far as the hardware overlaps them. Other copies take their time by themselves, and so
 does making a home on the disk.
 
-Invariant: the clock of a schedule is what `engine.placer.Placer.seconds` says of its placement.
+Invariant: the clock of a schedule is what `engine.clock.Clock.seconds` says of its placement.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from engine.budget import Tier
+from engine.clock import copy_s, home_s
 from engine.hardware import HardwareProfile
 from engine.needs import touches
-from engine.placer import copy_s, home_s
 from engine.plan import Plan, Stage, Value
 
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from engine.needs import Needs
-from engine.placement import Placement, Window
+from engine.needs import Needs, Window
+from engine.placement import Placement
 
 _NOT_YET = float("inf")
 
@@ -70,6 +70,7 @@ class Search:
     """Windows of a plan's Values within ``cap_bytes`` of the device, which may be raised, and what they take.
 
     Attributes:
+        windows: of every item, those that it begins with, and those found since.
         load: device bytes by stage.
         copies_s, alongside_s, streamed_s: by stage, seconds of copies that it waits for and that run alongside, and of
             its streams.
@@ -88,7 +89,7 @@ class Search:
     load: list[int]
     streamed_s: list[float]
     cap_bytes: int
-    windows: dict[int, tuple[Window, ...]] = field(default_factory=dict)
+    windows: dict[int, tuple[Window, ...]]
     early: dict[int, tuple[int, ...]] = field(default_factory=dict)
     two: list[bool] = field(default_factory=list)
     copies_s: list[float] = field(default_factory=list)
@@ -103,19 +104,7 @@ class Search:
         self.seen, self.covered_s = 1.0 - self.overlap, [self.overlap * seconds for seconds in self.compute_s]
         self.two, self.copies_s, self.alongside_s = [False] * num, [0.0] * num, [0.0] * num
         for item in self.items:
-            self.windows[item.number] = self._least_windows(item)
             self._count(item, 1)
-
-    @staticmethod
-    def _least_windows(item: Item) -> tuple[Window, ...]:
-        """Return the windows of a Value that is on the device where it must be and nowhere else."""
-        found: list[Window] = []
-        for stage in sorted(item.resident):
-            if found and found[-1].last == stage - 1:
-                found[-1] = Window(found[-1].first, stage)
-            else:
-                found.append(Window(stage, stage))
-        return tuple(found)
 
     # What things take
 
@@ -135,8 +124,8 @@ class Search:
     def seconds(self) -> float:
         """Return the seconds of all stages beyond their compute time.
 
-        That is what `engine.placer.Placer.seconds` says of `placement` with homes on the host wherever they may be
-        there, but for what it takes to make homes on the disk. The search leaves that out: the placer's is never less,
+        That is what `engine.clock.Clock.seconds` says of `placement` with homes on the host wherever they may be
+        there, but for what it takes to make homes on the disk. The search leaves that out: the clock's is never less,
         and more only where something that leaves the device may live on it and the disk alone.
         """
         total, seen = 0.0, self.seen

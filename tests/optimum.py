@@ -34,9 +34,9 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from engine.budget import Budget, Tier
+from engine.clock import copy_s
 from engine.hardware import HardwareProfile
 from engine.needs import touches
-from engine.placer import copy_s
 from engine.plan import Plan, Stage, Value
 from engine.schedule import Copy, Create, Drop, Instruction, Run, Schedule, staging_need
 

@@ -40,12 +40,12 @@ class Case:
 
 def compare(plan: Plan, share: float, *, free_order: bool, limit_s: float) -> Case:
     portfolio = Portfolio(plan=plan, profile=PROFILE)
-    budget = budget_at(plan, share, portfolio.own.everything_bytes)
+    budget = budget_at(plan, share, portfolio.own.needs.everything_bytes)
     found = best_placement(portfolio, budget) if free_order else best_in_order(portfolio.own, budget)
     schedule = write_down(found[0], budget, found[1])
     best = optimum(plan, budget, PROFILE, free_order=free_order, time_limit_s=limit_s, hint=schedule)
     if best is None:
-        least = portfolio.own.total_compute_s
+        least = portfolio.own.clock.total_compute_s
         return Case(seconds=schedule.seconds, found_s=schedule.seconds, bound_s=least, proved=False)
     return Case(seconds=schedule.seconds, found_s=best.seconds, bound_s=best.bound_s, proved=best.proved)
 

@@ -21,7 +21,6 @@ from typing import Any
 from engine.budget import UNLIMITED_BYTES, Budget
 from engine.hardware import PROFILES, HardwareProfile
 from engine.needs import needs_of
-from engine.placer import Placer
 from engine.plan import Cost, Plan, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.planner import collector_paused, forecast
 from engine.schedule import make_schedule
@@ -74,9 +73,9 @@ def measured(build: Callable[[], Plan], profile: HardwareProfile) -> list[str]:
     """Return a row of the table for the plans that ``build`` makes; each timing has a plan of its own."""
     plan = build()
     stages = plan.ordered()
-    placer = Placer(needs=needs_of(plan, stages), profile=profile)
-    device_bytes = (2 * placer.least_bytes + placer.everything_bytes) // 3
-    del placer
+    needs = needs_of(plan, stages)
+    device_bytes = (2 * needs.floor[0] + needs.everything_bytes) // 3
+    del needs
     budget = Budget(device_bytes=device_bytes, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
     fresh = build()
     with collector_paused():

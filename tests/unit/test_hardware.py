@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.budget import Tier
+from engine.clock import copy_s
 from engine.errors import UsageError
 from engine.hardware import PROFILES, HardwareProfile, load_profile
-from engine.placer import copy_s
 from engine.plan import Cost, TensorSpec, Value
 
 ROUND = HardwareProfile(

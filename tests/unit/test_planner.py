@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine.budget import UNLIMITED_BYTES, Budget, Tier, unlimited
+from engine.clock import copy_s
 from engine.errors import DoesNotFitError
 from engine.hardware import PROFILES
-from engine.placer import copy_s
 from engine.plan import Choices, Cost, Plan, Stage, TensorSpec, Value
 from engine.planner import Forecast, Planner, forecast
 

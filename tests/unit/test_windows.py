@@ -20,14 +20,14 @@ WORST = 1.15
 
 
 def everything_bytes(plan: Plan) -> int:
-    return Placer(needs=needs_of(plan, plan.ordered()), profile=PROFILE).everything_bytes
+    return needs_of(plan, plan.ordered()).everything_bytes
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.name))
 @pytest.mark.parametrize("share", [0.0, 0.4])
 def test_a_small_plan_takes_little_longer_than_the_optimum_in_its_order(plan: Plan, share: float) -> None:
     placer = Placer(needs=needs_of(plan, plan.ordered()), profile=PROFILE)
-    budget = budget_at(plan, share, placer.everything_bytes)
+    budget = budget_at(plan, share, everything_bytes(plan))
     _, seconds = best_in_order(placer, budget)
     best = optimum(plan, budget, PROFILE, free_order=False, time_limit_s=30)
     assert best is not None
