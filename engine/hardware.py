@@ -256,8 +256,8 @@ def _check_fields(path: Path, data: object) -> None:
     if bad:
         raise UsageError(
             f"hardware profile {path}: out of range: {{{', '.join(bad)}}}; name is a line of text, device is cpu or "
-            f"cuda, {' and '.join(_WHOLE_NUMBERS)} are whole numbers of at least 0, rates (..._per_s) are numbers from "
-            f" {_SLOWEST:g} to {_FASTEST:g}, seconds (..._s) from 0 to {_LONGEST_S:g}, overlap is from 0 to 1"
+            f"cuda, {' and '.join(_WHOLE_NUMBERS)} are whole numbers of at least 0, rates (..._per_s) are numbers "
+            f"from {_SLOWEST:g} to {_FASTEST:g}, seconds (..._s) from 0 to {_LONGEST_S:g}, overlap is from 0 to 1"
         )
 
 
