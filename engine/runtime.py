@@ -12,8 +12,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +21,31 @@ from engine.atomic import atomic_write_bytes, atomic_write_text, check_writable
 from engine.budget import Tier
 from engine.device import CpuDevice, Device
 from engine.driver import Observer, drive
-from engine.errors import StageFailedError, UnsupportedModelError, UsageError
+from engine.errors import UnsupportedModelError, UsageError
 from engine.journal import (
     Journal,
     KeptFile,
     PlanRecord,
     ResultRecord,
     RunFinished,
-    SpillCommit,
     StageCommit,
-    StageIntent,
     check_record,
     read_journal,
 )
-from engine.memory import DEVICE, HOST, keep_freed_memory, peak_rss_bytes, return_freed_memory
-from engine.origin import at
+from engine.memory import DEVICE, keep_freed_memory, peak_rss_bytes
+from engine.observers import Checked, FreedMemory, Journaled, scratch_of_next
 from engine.output import say
 from engine.own_stage import merge_reports
 from engine.plain import finite, plain
-from engine.plan import Plan, Stage
+from engine.plan import Plan
 from engine.planner import Forecast, peak_bytes_at
 from engine.recipe import plan_fingerprint, recipe_keys
 from engine.resume import kept_files
 from engine.run import METRICS_FILE, RunDirectory
-from engine.schedule import Copy, Create, Run, Schedule, filled_tier
+from engine.schedule import Copy, Create, filled_tier
 from engine.store import Store
 from engine.trace import MEASURED, Recording, chrome_trace
-from engine.units import MIB, format_bytes
 from engine.worker import Taps, TorchMachine
-
-MUCH_FREED_BYTES = 16 * MIB
-# What stages have freed and the next one does not take again goes back to the operating system. Less is not worth it.
-
-CHECKSUMS_A_RECORD = 4000
-# Keeps a record well below the journal's cap; a Value has as many chunks as the model has layers.
 
 
 @dataclass(kw_only=True)
@@ -96,113 +86,6 @@ class Outcome:
             "stages_run": self.stages_run,
             "stages_reused": 0,
         }
-
-
-@dataclass(kw_only=True)
-class _Checked:
-    """Observer that sets measured beside planned bytes of every stage and stops a run that passes them.
-
-    It also returns freed memory, where the next stage does not work in it again: memory that comes back is paid for in
-    page faults. ``taken_bytes`` are the most that were live since memory was last returned, ``then_bytes`` the room
-    that the stage after each takes to work in.
-    """
-
-    machine: TorchMachine
-    recording: Recording
-    then_bytes: Mapping[str, int]
-    taken_bytes: int = 0
-    overall: dict[str, int] = field(default_factory=lambda: {DEVICE: 0, HOST: 0})
-    last_peak: dict[str, int] = field(default_factory=dict)
-
-    def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
-        self._note_peak()
-
-    def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
-        peak = {**self.machine.meter.peak, str(Tier.DISK): self.machine.stage_disk_peak_bytes}
-        self._check_results(stage)
-        self.last_peak = peak
-        self._return_memory(stage)
-        self.recording.measured(peak, {**self.machine.meter.live, str(Tier.DISK): self.machine.disk_bytes})
-        self._note_peak()
-        for tier, limit in planned_bytes.items():
-            measured = peak[str(tier)]
-            if measured > limit:
-                raise StageFailedError(
-                    f"stage {stage.name} used {format_bytes(measured)} ({measured} bytes) of the {tier}, more than the "
-                    f"{format_bytes(limit)} ({limit} bytes) planned for it; the run was stopped"
-                    f"{_what_to_declare(stage, measured - limit, tier)}{at(stage.origin)}"
-                )
-
-    def _check_results(self, stage: Stage) -> None:
-        """Have a report that the run could not be ended with stop it where it is made."""
-        results = dict(self.machine.results)
-        merge_reports(results)
-        try:
-            check_record(RunFinished(results=results))
-        except UsageError as error:
-            raise StageFailedError(
-                f"stage {stage.name} reports what the journal can't hold: {error}; report plain numbers and text, and "
-                f"few of them{at(stage.origin)}"
-            ) from error
-
-    def _return_memory(self, stage: Stage) -> None:
-        """Return what is free, if that is much; what is dropped behind a stage is seen at the end of the next."""
-        meter = self.machine.meter
-        live_bytes = meter.live[DEVICE] + meter.live[HOST]
-        self.taken_bytes = max(self.taken_bytes, meter.peak[DEVICE] + meter.live[HOST])
-        if self.taken_bytes - live_bytes - self.then_bytes.get(stage.name, 0) >= MUCH_FREED_BYTES:
-            return_freed_memory()
-            self.taken_bytes = live_bytes
-
-    def _note_peak(self) -> None:
-        meter = self.machine.meter
-        self.overall = {tier: max(self.overall[tier], meter.peak[tier]) for tier in self.overall}
-        meter.restart_peak()
-
-
-def _what_to_declare(stage: Stage, over_bytes: int, tier: Tier) -> str:
-    """Say what the author of a stage has to declare for it to pass; nothing for stages of ours."""
-    if stage.declared_bytes is None or tier is not Tier.DEVICE:
-        return ""
-    return f"; declare workspace_bytes={stage.declared_bytes + over_bytes} for it, or need less"
-
-
-@dataclass(kw_only=True)
-class _Journaled:
-    """Observer that writes an intent before and a commit after each stage.
-
-    What a durable stage put on the disk is made durable before its commit is, which says that it is there.
-    """
-
-    journal: Journal
-    machine: TorchMachine
-    checked: _Checked
-    keys: Mapping[str, str]
-    commits: list[StageCommit] = field(default_factory=list)
-    started: float = 0.0
-
-    def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
-        self.started = time.monotonic()
-        self.journal.append(StageIntent(stage=stage.name, key=self.keys[stage.name]))
-
-    def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
-        written = self.machine.take_written()
-        for name, checksums in written.items():
-            items = list(checksums.items())
-            for start in range(0, len(items), CHECKSUMS_A_RECORD):
-                part = dict(items[start : start + CHECKSUMS_A_RECORD])
-                self.journal.append(SpillCommit(value=name, tier=str(Tier.DISK), checksums=part))
-        record = StageCommit(
-            stage=stage.name,
-            key=self.keys[stage.name],
-            planned_peak_bytes={str(tier): nbytes for tier, nbytes in planned_bytes.items()},
-            measured_peak_bytes=self.checked.last_peak,
-            wall_s=time.monotonic() - self.started,
-        )
-        if stage.durable:
-            self.machine.sync(written)
-        self.journal.append(record, sync=stage.durable)
-        self.commits.append(record)
 
 
 def open_taps(plan: Plan, wanted: Mapping[str, str]) -> Taps:
@@ -346,13 +229,14 @@ class _Run:
         self.device.cap(self.forecast.budget.device_bytes)
         plan, schedule = self.forecast.plan, self.forecast.schedule
         keys = recipe_keys(schedule.stages, engine.CODE_VERSION)
-        checked = _Checked(machine=machine, recording=self.recording, then_bytes=_next_scratch(schedule))
-        journaled = _Journaled(journal=self.journal, machine=machine, checked=checked, keys=keys)
+        freed = FreedMemory(meter=machine.meter, then_bytes=scratch_of_next(schedule))
+        checked = Checked(machine=machine, recording=self.recording)
+        journaled = Journaled(journal=self.journal, machine=machine, checked=checked, keys=keys)
         started = time.monotonic()
         with machine.meter:
-            told: list[Observer] = [checked, journaled, *self.observers]
+            told: list[Observer] = [freed, checked, journaled, *self.observers]
             drive(plan, schedule, self.forecast.budget, machine, told, self.recording)
-        return_freed_memory()
+        freed.give_back()
         merge_reports(machine.results)
         actual = plan.hooks.get("actual")
         return Outcome(
@@ -400,12 +284,6 @@ def _plan_record(forecast: Forecast, recipe: Mapping[str, Any]) -> PlanRecord:
 
 def _any_commit(journal: Path) -> bool:
     return any(isinstance(record, StageCommit) for record in read_journal(journal)[0])
-
-
-def _next_scratch(schedule: Schedule) -> dict[str, int]:
-    """Return, for every stage but the last, the bytes of workspace and buffers of the one behind it."""
-    runs = [item for item in schedule.instructions if isinstance(item, Run)]
-    return {run.stage: then.workspace_bytes + then.buffer_bytes for run, then in pairwise(runs)}
 
 
 def _uses_disk(forecast: Forecast) -> bool:

@@ -29,7 +29,7 @@ MAY_IMPORT = {
 TOP_LEVEL_FOLDERS = [*MAY_IMPORT, "docs", "tests"]
 
 # All else of the engine can be read, tested and run on a laptop without torch: events in, instructions out.
-WITH_TORCH = {"calibrate", "context", "device", "memory", "runtime", "streams", "tensors", "worker"}
+WITH_TORCH = {"calibrate", "context", "device", "memory", "observers", "runtime", "streams", "tensors", "worker"}
 
 # Imported where they are found, by code that says what to do where they are not.
 OPTIONAL_IMPORTS = {"flash_attn", "fla", "torch_memory_saver"}

@@ -128,7 +128,7 @@ def returns(sizes: Mapping[str, int], folder: Path, monkeypatch: pytest.MonkeyPa
 
     for name, nbytes in sizes.items():
         plan.add(Stage(name=name, kind="work", run=work(name, nbytes), updates=("v",), workspace_bytes=nbytes))
-    monkeypatch.setattr("engine.runtime.return_freed_memory", lambda: returned.append(begun[-1]))
+    monkeypatch.setattr("engine.observers.return_freed_memory", lambda: returned.append(begun[-1]))
     execute(forecast(plan, unlimited(), PROFILES["cpu"]), folder)
     assert begun == list(sizes)
     return returned
