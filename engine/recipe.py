@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgpack
@@ -51,8 +52,20 @@ def recipe_keys(stages: Iterable[Stage], code_version: str) -> dict[str, str]:
     return keys
 
 
-def plan_fingerprint(plan: Plan) -> str:
-    """Return a hash of all that decides a plan's results: settings, choices and stages."""
+@dataclass(frozen=True, kw_only=True)
+class PlanKeys:
+    """The recipe keys of a plan's stages by name, and its ``fingerprint``: a hash of all that decides its results."""
+
+    by_stage: Mapping[str, str]
+    fingerprint: str
+
+
+def plan_keys(plan: Plan) -> PlanKeys:
+    """Return the keys of a plan: of its stages, which are the same in any order that it may run in, and of all of it.
+
+    The latter has settings, choices and stages.
+    """
     stages = plan.ordered()
     keys = recipe_keys(stages, engine.CODE_VERSION)
-    return digest([plan.name, dict(plan.settings), dict(plan.choices), [keys[stage.name] for stage in stages]])
+    parts = [plan.name, dict(plan.settings), dict(plan.choices), [keys[stage.name] for stage in stages]]
+    return PlanKeys(by_stage=keys, fingerprint=digest(parts))

@@ -21,7 +21,7 @@ from engine.journal import KeptFile, PlanRecord, Record, RunFinished, StageCommi
 from engine.outputs import Outputs
 from engine.plain import plain
 from engine.plan import Choices, Plan
-from engine.recipe import plan_fingerprint
+from engine.recipe import plan_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def check_same(record: PlanRecord, plan: Plan) -> Choices:
         raise RunDirectoryError(f"the run was made by version {record.code_version}, this is {engine.CODE_VERSION}")
     choices = {name: value for name, value in record.choices.items() if name in plan.ladders and isinstance(value, int)}
     chosen = plan.lowered(choices)
-    if plan_fingerprint(chosen) != record.fingerprint:
+    if plan_keys(chosen).fingerprint != record.fingerprint:
         now = json.loads(json.dumps(plain(chosen.settings)))  # as it is read from a journal
         either = dict.fromkeys([*record.settings, *now])
         changed = [key for key in either if record.settings.get(key) != now.get(key)]

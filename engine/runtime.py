@@ -39,7 +39,7 @@ from engine.own_stage import merge_reports
 from engine.plain import finite, plain
 from engine.plan import Plan
 from engine.planner import Forecast, peak_bytes_at
-from engine.recipe import plan_fingerprint, recipe_keys
+from engine.recipe import plan_keys
 from engine.resume import kept_files
 from engine.run import METRICS_FILE, RunDirectory
 from engine.schedule import Copy, Create, filled_tier
@@ -143,7 +143,8 @@ def execute(
         StageFailedError: a stage failed or used more than was planned.
         RunDirectoryError: the run directory was moved, removed or emptied meanwhile.
     """
-    taps, record = open_taps(forecast.plan, wanted or {}), _plan_record(forecast, recipe or {})
+    taps, keys = open_taps(forecast.plan, wanted or {}), plan_keys(forecast.plan)
+    record = _plan_record(forecast, keys.fingerprint, recipe or {})
     if not again:
         check_record(record)  # before anything is written
     directory = RunDirectory.open(run_path) if again else RunDirectory.create(run_path)
@@ -159,6 +160,7 @@ def execute(
                 directory=directory,
                 journal=journal,
                 forecast=forecast,
+                keys=keys.by_stage,
                 taps=taps,
                 observers=tuple(observers),
                 recording=recording if recording is not None else new_recording(forecast),
@@ -177,6 +179,7 @@ class _Run:
     directory: RunDirectory
     journal: Journal
     forecast: Forecast
+    keys: Mapping[str, str]
     taps: Taps
     observers: Sequence[Observer]
     recording: Recording
@@ -228,10 +231,9 @@ class _Run:
         keep_freed_memory()
         self.device.cap(self.forecast.budget.device_bytes)
         plan, schedule = self.forecast.plan, self.forecast.schedule
-        keys = recipe_keys(schedule.stages, engine.CODE_VERSION)
         freed = FreedMemory(meter=machine.meter, then_bytes=scratch_of_next(schedule))
         checked = Checked(machine=machine, recording=self.recording)
-        journaled = Journaled(journal=self.journal, machine=machine, checked=checked, keys=keys)
+        journaled = Journaled(journal=self.journal, machine=machine, checked=checked, keys=self.keys)
         started = time.monotonic()
         with machine.meter:
             told: list[Observer] = [freed, checked, journaled, *self.observers]
@@ -270,10 +272,10 @@ class _Run:
             atomic_write_text(path, json.dumps(finite(line), allow_nan=False) + "\n")
 
 
-def _plan_record(forecast: Forecast, recipe: Mapping[str, Any]) -> PlanRecord:
+def _plan_record(forecast: Forecast, fingerprint: str, recipe: Mapping[str, Any]) -> PlanRecord:
     return PlanRecord(
         plan=forecast.plan.name,
-        fingerprint=plan_fingerprint(forecast.plan),
+        fingerprint=fingerprint,
         settings=plain(forecast.plan.settings),
         choices=dict(forecast.plan.choices),
         budget_bytes=forecast.budget.as_dict(),

@@ -24,6 +24,7 @@ from engine.driver import Machine, drive
 from engine.errors import DoesNotFitError
 from engine.hardware import HardwareProfile
 from engine.plan import ALL_TIERS, Cost, Plan, Stage, Stream, TensorSpec, Value, ValueKind
+from engine.recipe import recipe_keys
 from engine.schedule import Copy, Create, Drop, Instruction, Run, Schedule, device_floor, make_schedule, staging_need
 from engine.simulated import SimulatedMachine
 
@@ -346,6 +347,15 @@ def test_a_host_buffer_is_reserved_exactly_where_the_disk_is_used(data: st.DataO
     pieces = [spec.piece_bytes for name in on_disk for spec in plan.values[name].tensors.values()]
     assert schedule.staging_bytes >= max(pieces, default=0)
     assert bool(schedule.staging_bytes) == bool(on_disk)
+
+
+@given(data=st.data(), plan=random_plans())
+@settings(max_examples=60)
+def test_recipe_keys_are_the_same_in_whatever_order_stages_are_scheduled(data: st.DataObject, plan: Plan) -> None:
+    schedule = scheduled(plan, data.draw(budgets(plan)))
+    assume(schedule is not None)
+    assert schedule is not None
+    assert recipe_keys(schedule.stages, "1") == recipe_keys(plan.ordered(), "1")
 
 
 # What fits and what does not

@@ -15,7 +15,7 @@ from engine.errors import RunDirectoryError, UsageError
 from engine.journal import KeptFile, PlanRecord, RunFinished, StageCommit, StageIntent
 from engine.outputs import Outputs
 from engine.plan import Plan, Stage, TensorSpec, Value
-from engine.recipe import plan_fingerprint
+from engine.recipe import plan_keys
 from engine.resume import RunRequest, check_same, kept_files, last_attempt, unfinished
 
 RUN = Path("run")
@@ -41,7 +41,7 @@ def record(of: Plan, **changes: Any) -> PlanRecord:
     """The record that a run of the plan has in its journal."""
     return PlanRecord(
         plan=of.name,
-        fingerprint=plan_fingerprint(of),
+        fingerprint=plan_keys(of).fingerprint,
         settings=dict(of.settings),
         choices={},
         budget_bytes={},
