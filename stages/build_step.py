@@ -217,10 +217,10 @@ class StepBuilder:
     def _add_clip(self, update: str) -> None:
         """Add the stages that take the norms of every shard's gradients, and the one that makes a factor of them."""
         ending, shards = update.rstrip("/"), self.run.shards
-        for shard, state in shards.items():
-            value = self.plan.value(norms_value(names.norms(update, shard), state))
+        for shard, layout in shards.items():
+            value = self.plan.value(norms_value(names.norms(update, shard), layout))
             gradients, name = names.gradients(update, shard), names.of_shard(f"norms {ending}", shard)
-            self.plan.add(norms_stage(name=name, gradients=gradients, state=state, norms=value.name))
+            self.plan.add(norms_stage(name=name, gradients=gradients, layout=layout, norms=value.name))
         clip = self.plan.value(clip_value(names.clip(update), self.settings.dtype))
         norms, limit = [names.norms(update, shard) for shard in shards], self.settings.optimizer.max_grad_norm
         self.plan.add(clip_stage(name=f"clip {ending}", norms=norms, clip=clip.name, max_grad_norm=limit))

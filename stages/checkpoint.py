@@ -22,7 +22,7 @@ from engine.plan import TensorSpec
 from engine.run import disk_usage_bytes
 from models.policy import PolicySource, quiet
 from stages import names
-from stages.optimizer import OptimizerState
+from stages.shard_layout import ShardLayout
 from stages.spans import attached
 
 _HEADER_BYTES_A_TENSOR = 110
@@ -45,11 +45,11 @@ def load_skeleton(context: StageContext, policy: PolicySource, dtype: torch.dtyp
     context.provide(names.WEIGHTS, tensors=model.hf.buffers(), item=model)
 
 
-def load_shard(context: StageContext, policy: PolicySource, seed: int, shard: str, state: OptimizerState) -> None:
+def load_shard(context: StageContext, policy: PolicySource, seed: int, shard: str, layout: ShardLayout) -> None:
     """Bring a shard's weights to its Value."""
     model = context.item(names.WEIGHTS)
-    with attached(context, model, {shard: state}):
-        policy.load_part(model, state.of_value(context, names.shard_weights(shard)), seed=seed)
+    with attached(context, model, {shard: layout}):
+        policy.load_part(model, layout.of_value(context, names.shard_weights(shard)), seed=seed)
 
 
 def save(context: StageContext, tokenizer: Any, dtype: torch.dtype, name: str) -> None:

@@ -31,7 +31,7 @@ from models.policy import PolicySource
 from stages import checkpoint, names, shard_files
 from stages.estimate import Estimator
 from stages.files import file_value
-from stages.optimizer import OptimizerState, looked_at
+from stages.shard_layout import ShardLayout, looked_at
 from stages.spans import flat_value
 
 _CHECKPOINT_OPERATORS = 450
@@ -56,7 +56,7 @@ class _Parts:
 
     policy: PolicySource
     seed: int
-    shards: Mapping[str, OptimizerState]
+    shards: Mapping[str, ShardLayout]
     estimator: Estimator
 
     @property
@@ -85,7 +85,7 @@ class _Parts:
         self, name: str, dtype: torch.dtype, run: Callable[[StageContext], None], *, nbytes: int, copied_elements: int
     ) -> tuple[Value, Stage]:
         """Return a checkpoint of ``nbytes``; where dtypes differ, ``copied_elements`` are converted at a time."""
-        reads, streams = looked_at({names.shard_weights(shard): state for shard, state in self.shards.items()})
+        reads, streams = looked_at({names.shard_weights(shard): layout for shard, layout in self.shards.items()})
         stage = Stage(
             name=name,
             kind="checkpoint",
@@ -128,7 +128,7 @@ class WholeModel(_Parts):
             dtype,
             lambda context: checkpoint.save(context, tokenizer, dtype, name),
             nbytes=self._checkpoint_bytes(dtype),
-            copied_elements=sum(state.num_elements for state in self.shards.values()),
+            copied_elements=sum(layout.num_elements for layout in self.shards.values()),
         )
 
 
@@ -150,17 +150,17 @@ class CutModel(_Parts):
                 workspace_bytes=self.estimator.skeleton_workspace_bytes,
             ),
         )
-        for state in self.shards.values():
-            yield self._loaded_shard(state)
+        for layout in self.shards.values():
+            yield self._loaded_shard(layout)
 
-    def _loaded_shard(self, state: OptimizerState) -> tuple[Value, Stage]:
-        policy, seed, shard = self.policy, self.seed, state.shard
-        value = flat_value(names.shard_weights(shard), state, dtype_name(self.dtype), ValueKind.ORDERED)
-        largest = max(spec.num_elements for spec in state.parameters.values())
+    def _loaded_shard(self, layout: ShardLayout) -> tuple[Value, Stage]:
+        policy, seed, shard = self.policy, self.seed, layout.shard
+        value = flat_value(names.shard_weights(shard), layout, dtype_name(self.dtype), ValueKind.ORDERED)
+        largest = max(spec.num_elements for spec in layout.parameters.values())
         stage = Stage(
             name=f"load {shard}",
             kind="load",
-            run=lambda context: checkpoint.load_shard(context, policy, seed, shard, state),
+            run=lambda context: checkpoint.load_shard(context, policy, seed, shard, layout),
             config={**self._config(), "shard": shard},
             reads=(names.WEIGHTS,),
             writes=(value.name,),
@@ -178,5 +178,5 @@ class CutModel(_Parts):
             dtype,
             lambda context: shard_files.save_checkpoint(context, tokenizer, dtype, name, shards),
             nbytes=self._checkpoint_bytes(dtype) + index_bytes,
-            copied_elements=max(state.piece_elements for state in shards.values()),
+            copied_elements=max(layout.piece_elements for layout in shards.values()),
         )

@@ -1,17 +1,15 @@
 """AdamW's state through a run: moments, and masters where weights are below float32; in from a file, out to one.
 
-All parameters, in the order of ``named_parameters()``, lie behind each other in one flat vector, which is cut into
-*pieces* of equal length. A piece of state is ``[rows, elements]``: first moment, second moment, master. Some pieces
-make up a Value, which may live on any tier and is streamed, so that all of the state costs the device one buffer of
-one piece. A *part* is what a piece has of one parameter.
+It is laid out as `stages.shard_layout` says. A piece of state is ``[rows, elements]``: first moment, second moment,
+master. Some pieces make up a Value, which may live on any tier and is streamed, so that all of the state costs the
+device one buffer of one piece.
 
 Life cycle: the state is born in a run's first update (`stages.update`): zero moments and masters copied from the
 weights, or all of it from a file. A file is held against the weights right after those are loaded (`load_stages`).
 `save_stage` writes what there is. A run of one update may do without Values (``kept`` false): then a piece of state
 lives only while it is used, with the same bits.
 
-Invariants: parameters begin, and are cut, at multiples of `LANES` elements, so that vector kernels round as they would
-on whole parameters; the masters that a file holds round to the weights of the checkpoint beside it.
+Invariant: the masters that a file holds round to the weights of the checkpoint beside it.
 """
 
 from __future__ import annotations
@@ -31,79 +29,33 @@ from engine.context import StageContext
 from engine.errors import StageFailedError, UsageError
 from engine.plan import Cost, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.tensors import dtype_name, filled_as_numpy, torch_dtype
-from models.float64 import accumulation_dtype
 from stages import names
 from stages.files import file_value
 from stages.optimizer_file import MASTER, MOMENTS, Contents, OptimizerFile, Reader, Writer, writing
-
-PIECE_ELEMENTS = 2**20
-# Large enough that Python and the disk's seeks do not count, small enough that a piece (12 MiB in float32) hides in any
-# stage's workspace.
-
-LANES = 32
-# 64 bytes of bfloat16, the widest vector of any CPU: a kernel's scalar remainder rounds otherwise than its vector body.
+from stages.shard_layout import Part, ShardLayout, looked_at
 
 PIECES_A_VALUE = 16
 # Values move between tiers as a whole: of these, part of the state may stay on the device while the rest leaves.
-
-FLAT = "flat"
-"""The tensor of a Value that has the parameters' numbers in the layout of their state."""
 
 _TENSOR = "state"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Elements ``start`` to ``start + count`` of a parameter, which lie from ``first`` on in their piece."""
+class OptimizerState(ShardLayout):
+    """The state of all updates of a run to a shard's parameters, in their accumulation dtype.
 
-    parameter: str
-    start: int
-    first: int
-    count: int
-
-    def of_piece(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the part's elements of a piece's row."""
-        return row if row.shape[0] == self.count else row[self.first : self.first + self.count]
-
-    def of_parameter(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the part's elements of a tensor that is shaped like its parameter. Call it without autograd."""
-        flat = tensors[self.parameter].view(-1)
-        return flat if flat.shape[0] == self.count else flat[self.start : self.start + self.count]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerState:
-    """The state of all updates of a run.
-
-    ``dtype`` is that of the weights; the state is in its accumulation dtype. ``source`` is the file that it starts
-    from, None for a fresh one. ``kept`` says whether it outlives an update.
-
-    ``shard`` names the part of the model that the parameters are, where they are not all of it (`stages.spans`); its
-    weights and gradients are *flat* then, laid out like the state.
+    ``source`` is the file that it starts from, None for a fresh one. ``kept`` says whether it outlives an update.
 
     Raises:
         UsageError: ``source`` is of other parameters, or in another dtype.
     """
 
-    parameters: Mapping[str, TensorSpec]
-    dtype: torch.dtype
     kept: bool = True
     source: OptimizerFile | None = None
-    shard: str = ""
 
     def __post_init__(self) -> None:
         if self.source is not None and not self.shard:
             _check_source(self.source, self)
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether weights and gradients lie in flat tensors, which may be on any tier, and not by parameter name."""
-        return bool(self.shard)
-
-    @cached_property
-    def wide(self) -> torch.dtype:
-        """The dtype of moments and masters."""
-        return accumulation_dtype(self.dtype)
 
     @cached_property
     def has_masters(self) -> bool:
@@ -119,48 +71,9 @@ class OptimizerState:
         """How many updates were done before this run."""
         return self.source.contents.count if self.source is not None else 0
 
-    @cached_property
-    def piece_elements(self) -> int:
-        """Elements of a piece: pieces are as long as the largest parameter, or less, and all used to the end."""
-        lengths = [_padded(spec.num_elements) for spec in self.parameters.values()]
-        longest = min(_padded(PIECE_ELEMENTS), max(lengths))
-        num_pieces = -(-sum(lengths) // longest)
-        return _padded(-(-sum(lengths) // num_pieces))
-
-    @cached_property
-    def pieces(self) -> tuple[tuple[Part, ...], ...]:
-        """The parts of every piece."""
-        pieces: list[list[Part]] = []
-        room = 0
-        for name, spec in self.parameters.items():
-            start = 0
-            while start < spec.num_elements:
-                if not room:
-                    pieces.append([])
-                    room = self.piece_elements
-                count = min(spec.num_elements - start, room)
-                pieces[-1].append(Part(parameter=name, start=start, first=self.piece_elements - room, count=count))
-                start += count
-                room -= _padded(count)
-        return tuple(map(tuple, pieces))
-
-    @property
-    def most_parts(self) -> int:
-        """The most parts of any piece."""
-        return max(map(len, self.pieces))
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of a piece."""
-        return self.piece_elements * self.wide.itemsize
-
     @property
     def piece_bytes(self) -> int:
         return len(self.kinds) * self.row_bytes
-
-    @property
-    def num_elements(self) -> int:
-        return sum(spec.num_elements for spec in self.parameters.values())
 
     def values(self) -> list[Value]:
         """Return the Values that the state is kept in; none if it is not."""
@@ -203,42 +116,6 @@ class OptimizerState:
         value, index = divmod(number, PIECES_A_VALUE)
         return self._name(value), index
 
-    # Tensors shaped like the parameters, in the state's layout
-
-    def flat_spec(self, dtype: str) -> TensorSpec:
-        """Return the size of a tensor that has a number for every one of the parameters', laid out like a row."""
-        return TensorSpec(shape=(len(self.pieces), self.piece_elements), dtype=dtype)
-
-    def of_value(self, context: StageContext, name: str) -> Mapping[str, torch.Tensor]:
-        """Return what a resident Value has for the parameters, by name: the model's own, or views of a flat tensor."""
-        if context.is_provided(name):
-            return dict(context.item(name).hf.named_parameters())
-        tensors = context.tensors(name)
-        return self._views(tensors[FLAT]) if FLAT in tensors else tensors
-
-    def numbers(self, context: StageContext, name: str) -> Iterator[list[torch.Tensor]]:
-        """Yield what a Value that the stage looks at (`looked_at`) has for every piece's parts, good until the next."""
-        tensors = {} if self.is_flat else self.of_value(context, name)
-        for number, parts in enumerate(self.pieces):
-            if self.is_flat:
-                piece = context.piece(name, number)
-                yield [part.of_piece(piece) for part in parts]
-            else:
-                yield [part.of_parameter(tensors) for part in parts]
-
-    def _views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        rows = flat.view(-1)
-        starts = {
-            part.parameter: number * self.piece_elements + part.first
-            for number, parts in enumerate(self.pieces)
-            for part in parts
-            if not part.start
-        }
-        return {
-            name: rows[starts[name] : starts[name] + spec.num_elements].view(spec.shape)
-            for name, spec in self.parameters.items()
-        }
-
     def fill(
         self, parts: Sequence[Part], piece: torch.Tensor, reader: Reader | None, weights: Mapping[str, torch.Tensor]
     ) -> None:
@@ -251,10 +128,6 @@ class OptimizerState:
         elif self.has_masters:
             for part in parts:
                 part.of_piece(piece[-1]).copy_(part.of_parameter(weights))
-
-
-def _padded(count: int) -> int:
-    return -(-count // LANES) * LANES
 
 
 def _check_source(source: OptimizerFile, state: OptimizerState) -> None:
@@ -282,19 +155,6 @@ def _check_source(source: OptimizerFile, state: OptimizerState) -> None:
 
 def _told(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {list(shape)}"
-
-
-def looked_at(
-    values: Mapping[str, OptimizerState], *, is_passed: bool = True
-) -> tuple[tuple[str, ...], tuple[Stream, ...]]:
-    """Return how a stage looks at weights or gradients of shards: what it reads, and the flat ones, which it streams.
-
-    ``is_passed`` false is for a stage that goes through none of their pieces itself.
-    """
-    reads = tuple(value for value, state in values.items() if not state.is_flat)
-    flat = tuple(value for value, state in values.items() if state.is_flat)
-    pieces = () if is_passed else (0,) * len(flat)
-    return reads, (Stream(values=flat, pieces=pieces),) if flat else ()
 
 
 def load_stages(states: Sequence[OptimizerState], *, name: str) -> list[Stage]:

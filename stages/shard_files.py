@@ -23,7 +23,7 @@ from engine.plan import ITEM_BYTES
 from engine.tensors import dtype_name
 from stages import names
 from stages.checkpoint import new_checkpoint
-from stages.optimizer import OptimizerState
+from stages.shard_layout import ShardLayout
 
 _CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _LENGTH_BYTES = 8
@@ -33,17 +33,17 @@ INDEX_BYTES_A_TENSOR = 110
 
 
 def save_checkpoint(
-    context: StageContext, tokenizer: Any, dtype: torch.dtype, name: str, shards: Mapping[str, OptimizerState]
+    context: StageContext, tokenizer: Any, dtype: torch.dtype, name: str, shards: Mapping[str, ShardLayout]
 ) -> None:
     """Write the weights of all shards as the checkpoint ``name`` in ``dtype`` and report its path."""
     hf = context.item(names.WEIGHTS).hf
     with new_checkpoint(context, tokenizer, name) as directory:
         files: dict[str, str] = {}
-        for number, (shard, state) in enumerate(shards.items(), start=1):
+        for number, (shard, layout) in enumerate(shards.items(), start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            _write(context, directory / file, {names.shard_weights(shard): state}, dtype)
-            files |= dict.fromkeys(state.parameters, file)
-        total = sum(state.num_elements for state in shards.values()) * dtype.itemsize
+            _write(context, directory / file, {names.shard_weights(shard): layout}, dtype)
+            files |= dict.fromkeys(layout.parameters, file)
+        total = sum(layout.num_elements for layout in shards.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         _save_configuration(hf, dtype, directory)
@@ -57,32 +57,32 @@ def _save_configuration(hf: Any, dtype: torch.dtype, directory: Path) -> None:
         hf.generation_config.save_pretrained(directory)
 
 
-def save_gradients(context: StageContext, path: str, gradients: Mapping[str, OptimizerState]) -> None:
+def save_gradients(context: StageContext, path: str, gradients: Mapping[str, ShardLayout]) -> None:
     """Write merged gradients, Values with their shards, to a safetensors file; it appears complete or not at all.
 
     They are in the accumulators' dtype, under the names of ``named_parameters()``.
     """
     target, dtype = Path(path).absolute(), next(iter(gradients.values())).wide
-    needed_bytes = sum(state.num_elements for state in gradients.values()) * dtype.itemsize
+    needed_bytes = sum(layout.num_elements for layout in gradients.values()) * dtype.itemsize
     with full_disk_explained(target.parent, needed_bytes, f"the gradients {path}"), atomic_file(target) as partial:
         _write(context, Path(partial), gradients, dtype)
 
 
-def _write(context: StageContext, path: Path, values: Mapping[str, OptimizerState], dtype: torch.dtype) -> None:
+def _write(context: StageContext, path: Path, values: Mapping[str, ShardLayout], dtype: torch.dtype) -> None:
     """Write weights or gradients of shards to a safetensors file in ``dtype``, converted a part at a time."""
     with open(path, "wb") as file:
         file.write(_header(values.values(), dtype_name(dtype)))
-        for value, state in values.items():
-            for piece in state.numbers(context, value):
+        for value, layout in values.items():
+            for piece in layout.numbers(context, value):
                 for tensor in piece:
                     file.write(as_bytes(tensor.to(dtype).cpu().view(torch.uint8).numpy()))
 
 
-def _header(states: Iterable[OptimizerState], dtype: str) -> bytes:
+def _header(layouts: Iterable[ShardLayout], dtype: str) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for state in states:
-        for name, spec in state.parameters.items():
+    for layout in layouts:
+        for name, spec in layout.parameters.items():
             stop = start + spec.num_elements * ITEM_BYTES[dtype]
             header[name] = {"dtype": _CODES[dtype], "shape": list(spec.shape), "data_offsets": [start, stop]}
             start = stop

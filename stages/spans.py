@@ -4,9 +4,9 @@ Each *shard* has a Value of its own for weights, gradients and norms: a span's l
 final norm and head with the last), or a tied embedding, which both ends use. A whole model is the case of one span and
 one shard without a name. Its Values are those that stages of a person's own know: ``weights``, which is the model
 object, and ``stepN/gradients``, tensors by parameter name; both stay on the device. In a cut model ``weights`` is the
-skeleton alone, modules and buffers, and a shard's parameters lie behind each other in one *flat* tensor, laid out like
-its optimizer state (`stages.optimizer`), so that it moves and streams in few large pieces; the modules are pointed at
-views of it while a stage runs.
+skeleton alone, modules and buffers, and a shard's parameters lie behind each other in one *flat* tensor
+(`stages.shard_layout`), which moves and streams in few large pieces; the modules are pointed at views of it while a
+stage runs.
 
 A chunk's stage becomes one for every span. Between two spans the hidden state is a Value, and in the backward its
 cotangent. All chunks go through a span before the next one begins, so a span is fetched once a pass.
@@ -32,7 +32,7 @@ from engine.plan import TensorSpec, Value, ValueKind
 from engine.tensors import dtype_name
 from models.dense import EMBEDDING_GRADIENT
 from stages import names
-from stages.optimizer import FLAT, OptimizerState
+from stages.shard_layout import FLAT, ShardLayout
 
 EMBEDDING = "embedding"
 """The shard of a tied embedding."""
@@ -144,27 +144,27 @@ def _stop(nbytes: list[int], start: int, num_spans: int) -> int:
     return last if num_spans == 1 else stop
 
 
-def flat_value(name: str, state: OptimizerState, dtype: str, kind: ValueKind) -> Value:
+def flat_value(name: str, layout: ShardLayout, dtype: str, kind: ValueKind) -> Value:
     """Return the Value of the weights or gradients of a cut model's shard."""
-    return Value(name=name, tensors={FLAT: state.flat_spec(dtype)}, kind=kind)
+    return Value(name=name, tensors={FLAT: layout.flat_spec(dtype)}, kind=kind)
 
 
-def gradients_value(update: str, state: OptimizerState) -> Value:
+def gradients_value(update: str, layout: ShardLayout) -> Value:
     """Return the Value of a shard's gradients."""
-    name, wide, kind = names.gradients(update, state.shard), dtype_name(state.wide), ValueKind.ACCUMULATOR
-    if state.is_flat:
-        return flat_value(name, state, wide, kind)
-    tensors = {parameter: TensorSpec(shape=spec.shape, dtype=wide) for parameter, spec in state.parameters.items()}
+    name, wide, kind = names.gradients(update, layout.shard), dtype_name(layout.wide), ValueKind.ACCUMULATOR
+    if layout.is_flat:
+        return flat_value(name, layout, wide, kind)
+    tensors = {parameter: TensorSpec(shape=spec.shape, dtype=wide) for parameter, spec in layout.parameters.items()}
     return Value(name=name, tensors=tensors, kind=kind, tiers=(Tier.DEVICE,))
 
 
 @contextmanager
-def attached(context: StageContext, model: Any, shards: Mapping[str, OptimizerState]) -> Iterator[None]:
+def attached(context: StageContext, model: Any, shards: Mapping[str, ShardLayout]) -> Iterator[None]:
     """Point the model's parameters at the flat weights of ``shards`` meanwhile."""
     views: dict[str, torch.Tensor] = {}
-    for state in shards.values():
-        if state.is_flat:
-            views |= state.of_value(context, names.shard_weights(state.shard))
+    for layout in shards.values():
+        if layout.is_flat:
+            views |= layout.of_value(context, names.shard_weights(layout.shard))
     model.attach(views)
     try:
         yield

@@ -24,8 +24,9 @@ from engine.plan import Cost, Stage, TensorSpec, Value
 from engine.tensors import dtype_name
 from models.dense import EMBEDDING_GRADIENT, HEAD_GRADIENT
 from models.float64 import accumulation_dtype
-from stages.optimizer import OptimizerState, Part, looked_at
+from stages.optimizer import OptimizerState
 from stages.sampled import VECTOR_TIERS
+from stages.shard_layout import Part, ShardLayout, looked_at
 
 _COUNTER_BYTES = 4
 # Adam's step counter is a float32 number for every part, as torch's kernel wants it.
@@ -63,7 +64,7 @@ class AdamWOptions:
 def merge_stage(
     *,
     name: str,
-    gradients: Mapping[str, OptimizerState],
+    gradients: Mapping[str, ShardLayout],
     embedding: str = "",
     head_gradients: str | None = None,
     lookup: tuple[str, str] | None = None,
@@ -87,7 +88,7 @@ def merge_stage(
             rows, ids = lookup
             whole.index_add_(0, context.tensors(ids)["ids"], context.tensors(rows)["rows"])
 
-    others = {value: state for value, state in gradients.items() if value != changed}
+    others = {value: layout for value, layout in gradients.items() if value != changed}
     seen, streams = looked_at(others, is_passed=False)
     return Stage(
         name=name,
@@ -105,18 +106,18 @@ def clip_value(name: str, dtype: torch.dtype) -> Value:
     return Value(name=name, tensors={"scale": scale}, tiers=VECTOR_TIERS)
 
 
-def norms_value(name: str, state: OptimizerState) -> Value:
+def norms_value(name: str, layout: ShardLayout) -> Value:
     """Return the Value of the norms of a shard's gradients, a number a parameter."""
-    spec = TensorSpec(shape=(len(state.parameters),), dtype=dtype_name(state.wide))
+    spec = TensorSpec(shape=(len(layout.parameters),), dtype=dtype_name(layout.wide))
     return Value(name=name, tensors={"norms": spec}, tiers=VECTOR_TIERS)
 
 
-def norms_stage(*, name: str, gradients: str, state: OptimizerState, norms: str) -> Stage:
+def norms_stage(*, name: str, gradients: str, layout: ShardLayout, norms: str) -> Stage:
     """Return the stage that writes the norm of each parameter's gradient, in the parameters' order."""
 
     def run(context: StageContext) -> None:
         out = context.tensors(norms)["norms"]
-        for index, gradient in enumerate(state.of_value(context, gradients).values()):
+        for index, gradient in enumerate(layout.of_value(context, gradients).values()):
             out[index] = torch.linalg.vector_norm(gradient)
 
     return Stage(
@@ -125,10 +126,10 @@ def norms_stage(*, name: str, gradients: str, state: OptimizerState, norms: str)
         run=run,
         reads=(gradients,),
         writes=(norms,),
-        workspace_bytes=state.wide.itemsize,
+        workspace_bytes=layout.wide.itemsize,
         cost=Cost(
-            moved_bytes=float(state.num_elements * state.wide.itemsize),
-            num_kernels=float(_OPERATORS_A_NORM * len(state.parameters)),
+            moved_bytes=float(layout.num_elements * layout.wide.itemsize),
+            num_kernels=float(_OPERATORS_A_NORM * len(layout.parameters)),
         ),
     )
 

@@ -139,7 +139,7 @@ class Updates:
         )
         plan.add(merge_stage(name=f"merge{update}", gradients={gradients.name: state}))
         norms = plan.value(norms_value(f"norms{update}", state))
-        plan.add(norms_stage(name=f"norms{update}", gradients=gradients.name, state=state, norms=norms.name))
+        plan.add(norms_stage(name=f"norms{update}", gradients=gradients.name, layout=state, norms=norms.name))
         clip = plan.value(clip_value(f"clip{update}", self.dtype))
         limit = self.options.max_grad_norm
         plan.add(clip_stage(name=f"clip{update}", norms=[norms.name], clip=clip.name, max_grad_norm=limit))

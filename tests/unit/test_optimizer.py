@@ -22,10 +22,11 @@ from engine.errors import StageFailedError, UsageError
 from engine.plan import Plan, TensorSpec
 from engine.schedule import device_floor, staging_need
 from models.float64 import accumulation_dtype
-from stages import AdamWOptions, optimizer, optimizer_file
+from stages import AdamWOptions, optimizer, optimizer_file, shard_layout
 from stages.learning_rate import learning_rate_at
-from stages.optimizer import LANES, OptimizerState, save_stage
+from stages.optimizer import OptimizerState, save_stage
 from stages.optimizer_file import Writer, read_optimizer_file
+from stages.shard_layout import LANES
 from tests.helpers import Gradients, budget, same_bits
 from tests.updates import SHAPES, Updated, Updates, first_weights, gradient_of
 
@@ -37,7 +38,7 @@ RATES = [learning_rate_at(u, total=6, peak=3e-2, warmup=2, schedule="cosine") fo
 @pytest.fixture
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the state into many pieces and Values."""
-    monkeypatch.setattr(optimizer, "PIECE_ELEMENTS", 100)
+    monkeypatch.setattr(shard_layout, "PIECE_ELEMENTS", 100)
     monkeypatch.setattr(optimizer, "PIECES_A_VALUE", 3)
 
 
@@ -106,7 +107,7 @@ def test_the_length_of_pieces_changes_no_bit(
 ) -> None:
     updates = Updates(weights=first_weights(dtype), rates=RATES, options=OPTIONS)
     whole = updates.run(tmp_path / "whole")
-    monkeypatch.setattr(optimizer, "PIECE_ELEMENTS", elements)
+    monkeypatch.setattr(shard_layout, "PIECE_ELEMENTS", elements)
     assert len(updates.state().pieces) > sum(math.prod(shape) for shape in SHAPES.values()) / (elements + LANES)
     assert same_bits(updates.run(tmp_path / "cut").weights, whole.weights)
 
@@ -231,7 +232,7 @@ def test_parts_cover_every_parameter_once_in_order_and_never_overlap(
     name = str(dtype).removeprefix("torch.")
     parameters = {f"p{number}": TensorSpec(shape=(size,), dtype=name) for number, size in enumerate(sizes)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "PIECE_ELEMENTS", elements)
+        patch.setattr(shard_layout, "PIECE_ELEMENTS", elements)
         state = OptimizerState(parameters=parameters, dtype=dtype)
         pieces = state.pieces
         assert state.piece_elements <= min(elements, max(sizes)) + LANES - 1

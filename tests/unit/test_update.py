@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
 from engine.errors import StageFailedError, UsageError
-from stages import AdamWOptions, GrpoSettings, optimizer
+from stages import AdamWOptions, GrpoSettings, shard_layout
 from tests.helpers import (
     Done,
     checkpoint_tensors,
@@ -110,7 +110,7 @@ def test_pieces_of_parameters_change_no_bit(
 ) -> None:
     policy, options = policy_of(tmp_path, dtype), OPTIONS["all numbers of its own"]
     whole = step(policy, tmp_path / "whole", dtype, options)
-    monkeypatch.setattr(optimizer, "PIECE_ELEMENTS", elements)
+    monkeypatch.setattr(shard_layout, "PIECE_ELEMENTS", elements)
     cut = step(policy, tmp_path / "cut", dtype, options)
     assert same_bits(checkpoint_tensors(whole.checkpoint), checkpoint_tensors(cut.checkpoint))
 
