@@ -93,6 +93,9 @@ class ChoiceSpace(Protocol):
     def gradual(self) -> Collection[str]:
         """The choices that trade time for device bytes step by step; the planner takes them along one path."""
 
+    def note_added(self, stage: Stage) -> None:
+        """Take note of a stage that a person adds to one of the plans, which all of them have then."""
+
     def levers(self, stage: Stage) -> Sequence[str]:
         """Return the choices that may change what a stage like this one needs on the device: all, best first."""
 
@@ -227,6 +230,8 @@ class Plan:
             seen.update(stream.values)
         self.stages[stage.name] = stage
         self._order = []
+        if self._own is not None and self.space is not None:
+            self.space.note_added(stage)
         return stage
 
     def free_name(self, name: str) -> str:
@@ -282,10 +287,6 @@ class Plan:
         if self.space is None or self._has_additions():
             return self.lowered(choices)
         return self.space.outline(choices)
-
-    def added_stages(self) -> list[Stage]:
-        """Return the stages that were added since the plan was handed over."""
-        return [] if self._own is None else list(self.stages.values())[self._own[0] :]
 
     def _has_additions(self) -> bool:
         return self._own is not None and self._own != (len(self.stages), len(self.values))

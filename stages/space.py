@@ -112,6 +112,7 @@ class GrpoSpace:
     _loss_bytes: dict[Hashable, int] = field(default_factory=dict, init=False)
     _cuts: dict[int, Cut] = field(default_factory=dict, init=False)
     _facts: Facts | None = field(default=None, init=False)
+    _user_of_the_model: Stage | None = field(default=None, init=False)
 
     @property
     def facts(self) -> Facts:
@@ -349,11 +350,10 @@ class GrpoSpace:
             return {**self._ladders, "layer_spans": (1,)}
         return self._ladders
 
-    @property
-    def _user_of_the_model(self) -> Stage | None:
-        """A stage of a person's own that uses the model or its gradients, which it knows whole."""
-        added = (stage for plan in self._lowered.values() for stage in plan.added_stages())
-        return next((stage for stage in added if _uses_model(stage)), None)
+    def note_added(self, stage: Stage) -> None:
+        """See `engine.plan.ChoiceSpace`: one that uses the model or its gradients knows them whole."""
+        if self._user_of_the_model is None and _uses_model(stage):
+            self._user_of_the_model = stage
 
     @property
     def hindrance(self) -> str | None:

@@ -45,6 +45,8 @@ class Scaled:
     def leanest(self) -> list[Choices]:
         return [{"even": 4, "odd": 4}, {"even": 4, "odd": 1}]
 
+    def note_added(self, stage: Stage) -> None: ...
+
     def levers(self, stage: Stage) -> list[str]:
         return [self._choice(stage)]
 

@@ -6,7 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,17 @@ from tests.own_stages import (
 class Chain:
     """A chain of ``links`` stages and an accumulator over it; its workspace follows the choice ``rows``."""
 
+    noted: list[str] = field(default_factory=list)
+
     @property
     def ladders(self) -> dict[str, tuple[int, ...]]:
         return {"rows": (4, 2, 1)}
 
     def leanest(self) -> list[Choices]:
         return [{"rows": 1}]
+
+    def note_added(self, stage: Stage) -> None:
+        self.noted.append(stage.name)
 
     def levers(self, stage: Stage) -> list[str]:
         return ["rows"]
@@ -106,6 +111,15 @@ def _adder(name: str) -> Callable[[Any], None]:
 def chain() -> Plan:
     space = Chain()
     return space.lower({"rows": 4}).hand_over()
+
+
+def test_the_other_lowerings_of_a_plan_are_told_of_what_is_added_to_it_and_not_of_what_was_built() -> None:
+    space = Chain()
+    plan = space.lower({"rows": 4})
+    assert space.noted == []
+    plan.hand_over()
+    plan.add(Stage(name="mine", kind="mine", run=_adder("link0"), reads=("link0",), updates=("sum",)))
+    assert space.noted == ["mine"]
 
 
 def order(plan: Plan) -> list[str]:

@@ -48,6 +48,8 @@ class Space:
     def leanest(self) -> list[Choices]:
         return [{"at_once": 1}]
 
+    def note_added(self, stage: Stage) -> None: ...
+
     def levers(self, stage: Stage) -> tuple[str, ...]:
         return ("at_once",)
 

@@ -45,6 +45,8 @@ class Halving:
     def leanest(self) -> list[Choices]:
         return [{"rows": 8, "columns": 1}, {"rows": 1, "columns": 1}]
 
+    def note_added(self, stage: Stage) -> None: ...
+
     def levers(self, stage: Stage) -> list[str]:
         return [stage.name]
 
