@@ -43,7 +43,8 @@ def audit(space: GrpoSpace, budget: Budget) -> dict[str, object]:
 
     A plan with ``gradient="stop-prompt"`` is judged like any other, and fails.
     """
-    space = replace(space, settings=replace(space.settings, loss=space.loss))  # one norm for sampled and given groups
+    settings = replace(space.settings, loss=space.groups.loss)  # one norm for sampled and given groups
+    space = replace(space, settings=settings)
     planned, groups = engine_gradient(space, space.steps[0], budget, space.settings.gradient)
     stopped, _ = engine_gradient(space, groups, budget, "stop-prompt")
     _, reference = dense_gradient(space.policy, groups, space.settings)
@@ -88,7 +89,7 @@ def engine_gradient(
 
 def _sampled_groups(space: GrpoSpace, results: Path) -> list[Group]:
     """Return what a run sampled, as groups whose old log-probabilities are to be recomputed."""
-    if not space.samples:
+    if not space.groups.samples:
         return []
     vocab = int(space.policy.config.vocab_size)
     groups = read_rollouts(results / rollouts_file(0), tokenizer=space.tokenizer, vocab_size=vocab)

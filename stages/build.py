@@ -75,7 +75,7 @@ class RunBuilder:
         for step in self.steps:
             StepBuilder(self, step).build()
             self._add_checkpoints(step)
-        if self.space.samples:
+        if self.space.groups.samples:
             self.plan.hooks["actual"] = self.actual_sizes
             self.plan.kept_folders = (ROLLOUTS_FOLDER,)
         self.plan.taps["gradients"] = self._gradients_tap()
@@ -127,7 +127,7 @@ class RunBuilder:
         settings, rollout = self.settings, self.space.rollout
         return {
             "policy": self.policy.fingerprint,
-            "rollouts": self.space.rollouts_digest,
+            "rollouts": self.space.groups.digest,
             "gradient": settings.gradient,
             "loss": asdict(settings.loss),
             "optimizer": asdict(settings.optimizer),
@@ -157,7 +157,7 @@ class RunBuilder:
 
     def _length_notes(self) -> list[str]:
         limit = getattr(self.policy.config, "max_position_embeddings", None)
-        longest = self.space.longest_sequence_tokens()
+        longest = self.space.groups.longest_sequence_tokens()
         if not isinstance(limit, int) or longest <= limit:
             return []
         return [
@@ -166,7 +166,7 @@ class RunBuilder:
         ]
 
     def _group_notes(self) -> list[str]:
-        known = [entry for step in self.space.advantages for entry in step if entry is not None]
+        known = [entry for step in self.space.groups.advantages for entry in step if entry is not None]
         return [note for entry in known for note in entry.notes]
 
     def _add_checkpoints(self, step: int) -> None:

@@ -48,8 +48,9 @@ class StepBuilder:
     def __init__(self, run: RunBuilder, step: int) -> None:
         self.run, self.step = run, step
         self.plan, self.space, self.settings = run.plan, run.space, run.settings
-        self.sampled = {item.group: item for item in self.space.sampled_groups(step)}
-        self.groups = loss_groups(self.space.steps[step], self.space.advantages[step], list(self.sampled.values()))
+        self.sampled = {item.group: item for item in self.space.groups.sampled_groups(step)}
+        advantages = self.space.groups.advantages[step]
+        self.groups = loss_groups(self.space.steps[step], advantages, list(self.sampled.values()))
         self.record = StepRecord(step=step, groups=tuple(self.sampled.values()), sampled=self.space.sampled)
         self.first: Lowering | None = None
 
@@ -61,7 +62,7 @@ class StepBuilder:
         update = names.update_prefix(self.step, epoch, self.settings.epochs_per_step)
         lowering = self._lowering(update)
         self._declare_gradients(update)
-        trees = self.space.trees(self.step, update)
+        trees = self.space.groups.trees(self.step, update)
         for span in self.run.cut.spans:
             states = [lowering.forward_prompt(tree, span) for _, tree in trees]
             if epoch == 0 and self.sampled:
@@ -175,7 +176,7 @@ class StepBuilder:
 
     def _add_loss(self, update: str, lowering: Lowering) -> None:
         loss = LossStage(
-            config=self.space.loss,
+            config=self.space.groups.loss,
             groups=self.groups,
             dtype=self.run.wide,
             works=tuple(lowering.works),
@@ -186,7 +187,7 @@ class StepBuilder:
                 name=f"loss {update.rstrip('/')}",
                 kind="loss",
                 run=loss.run,
-                config={"loss": asdict(loss.config), "rollouts": self.space.step_digests[self.step]},
+                config={"loss": asdict(loss.config), "rollouts": self.space.groups.step_digests[self.step]},
                 reads=loss.reads,
                 writes=loss.writes,
                 workspace_bytes=self.space.loss_workspace_bytes(loss),

@@ -11,7 +11,7 @@ What a choice is made into is in `stages.build`.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,27 +22,24 @@ from engine.device_kind import DeviceKind, planned_kind
 from engine.errors import UsageError
 from engine.origin import at
 from engine.plan import Choices, Cost, Plan, Stage, TensorSpec
-from engine.recipe import digest
 from models.dense import HEAD_GRADIENT
 from models.geometry import Geometry, geometry
 from models.policy import PolicySource
 from stages import names
-from stages.advantages import GroupAdvantages, group_advantages
 from stages.build import RunBuilder
 from stages.costs import ChunkCosts, StepCosts
 from stages.estimate import Estimator
-from stages.groups import Group, Prompt, StepGroup, group_data, prompt_ids
+from stages.groups import StepGroup
 from stages.kept import STORED_INPUTS_LADDER
 from stages.lookup import LookupIds, lookup_ids
 from stages.loss_stage import LossStage
-from stages.losses import LossConfig
 from stages.optimizer import OptimizerState
 from stages.optimizer_file import read_optimizer_file
-from stages.rewards import SampledGroup
+from stages.run_groups import RunGroups
 from stages.settings import GrpoSettings, RolloutSettings
 from stages.spans import Cut, cut_model
 from stages.step_record import SampledSizes
-from stages.tree import Node, group_tree, sampled_tree
+from stages.tree import Node
 
 SMALLEST_CHUNK_TOKENS = 64
 LARGEST_CHUNK_TOKENS = 8192
@@ -53,9 +50,6 @@ HEAD_ROWS_LADDER = (256, 64, 16)
 
 MOST_SPANS_OF_CHUNKS = 2**11
 # Pairs of a layer span and a chunk, each of which is some stages: a plan of so many is made in some seconds.
-
-_LEAST_PERIODS = 3
-# Of a prompt in an outline: its first and its last chunks see fewer pages, and those between see as many as need be.
 
 CHUNK_KINDS = ("prefill", "score", "replay", "sweep")
 """Stages that evaluate a chunk."""
@@ -114,6 +108,17 @@ class GrpoSpace:
     _facts: Facts | None = field(default=None, init=False)
     _user_of_the_model: Stage | None = field(default=None, init=False)
 
+    @cached_property
+    def groups(self) -> RunGroups:
+        """The groups of all steps."""
+        return RunGroups(
+            policy=self.policy,
+            steps=self.steps,
+            settings=self.settings,
+            rollout=self.rollout,
+            tokenizer=self.tokenizer,
+        )
+
     @property
     def facts(self) -> Facts:
         if self._facts is None:
@@ -123,7 +128,7 @@ class GrpoSpace:
     def _find_facts(self) -> Facts:
         estimator = Estimator(self.policy, self.settings.dtype, self.kind)
         vocab, exact = int(self.policy.config.vocab_size), self.settings.gradient == "exact"
-        trees = ([tree for _, tree in self.trees(step, "")] for step in range(len(self.steps)))
+        trees = ([tree for _, tree in self.groups.trees(step, "")] for step in range(len(self.steps)))
         lookups = tuple(lookup_ids(found, vocab=vocab, exact=exact) for found in trees)
         return Facts(
             estimator=estimator,
@@ -136,57 +141,12 @@ class GrpoSpace:
         return self.facts.estimator
 
     @cached_property
-    def step_digests(self) -> list[str]:
-        """A hash of every step's groups, made once for all lowerings and epochs: a prompt may have millions of ids."""
-        return [digest([group_data(group) for group in groups]) for groups in self.steps]
-
-    @cached_property
-    def rollouts_digest(self) -> str:
-        """A hash of the groups of all steps."""
-        return digest(self.step_digests)
-
-    @cached_property
     def why_whole(self) -> str | None:
         """Why the model can't run by layer spans; None if it can."""
-        if self.samples:
+        if self.groups.samples:
             return "responses are sampled, and every token would need every span"
         shapes = {name: spec.shape for name, spec in self.estimator.parameters().items()}
         return self.policy.why_not_in_parts(shapes)
-
-    @cached_property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a sampled response."""
-        if self.rollout is not None and self.rollout.stop_token_ids is not None:
-            return self.rollout.stop_token_ids
-        return self.policy.stop_token_ids(self.tokenizer)
-
-    @cached_property
-    def _token_text_bytes(self) -> int:
-        """The bytes of the longest token's text, as its vocabulary spells it (no shorter than the text itself)."""
-        vocabulary = self.tokenizer.get_vocab() if self.tokenizer is not None and self.samples else {}
-        return max((len(token.encode()) for token in vocabulary), default=0)
-
-    @cached_property
-    def loss(self) -> LossConfig:
-        """The loss; its norm by the longest response is, where responses are sampled, by the longest allowed."""
-        config, rollout = self.settings.loss, self.rollout
-        if not self.samples or rollout is None or config.max_response_tokens is not None:
-            return config
-        return replace(config, max_response_tokens=rollout.max_response_tokens)
-
-    @cached_property
-    def advantages(self) -> list[list[GroupAdvantages | None]]:
-        """The advantages of every step's groups; None where responses are still to be sampled."""
-        settings = self.settings
-        return [
-            [
-                group_advantages(group, scale=settings.loss.scale_advantages, baseline=settings.baseline)
-                if isinstance(group, Group)
-                else None
-                for group in groups
-            ]
-            for groups in self.steps
-        ]
 
     @cached_property
     def sizes(self) -> Geometry:
@@ -235,7 +195,7 @@ class GrpoSpace:
     @cached_property
     def _unlike_trees(self) -> list[list[Node]]:
         """The token trees of the steps of a sketch, which are asked for under all choices."""
-        return [[tree for _, tree in self.trees(step, "")] for step in self._unlike_steps]
+        return [[tree for _, tree in self.groups.trees(step, "")] for step in self.groups.unlike_steps]
 
     @cached_property
     def _other_cost(self) -> tuple[Cost, int]:
@@ -266,84 +226,6 @@ class GrpoSpace:
         return self._loss_bytes[key]
 
     @property
-    def samples(self) -> bool:
-        """Whether any response is sampled."""
-        return any(isinstance(group, Prompt) for groups in self.steps for group in groups)
-
-    def sampled_groups(self, step: int) -> list[SampledGroup]:
-        """Return the groups of a step whose responses are sampled, in order."""
-        return [
-            self._sampled_group(step, index, group)
-            for index, group in enumerate(self.steps[step])
-            if isinstance(group, Prompt)
-        ]
-
-    def _sampled_group(self, step: int, index: int, prompt: Prompt) -> SampledGroup:
-        if self.rollout is None:
-            raise UsageError(f"{prompt.source} has no responses, and the plan has no reward function to sample with")
-        return SampledGroup(
-            prompt=prompt,
-            step=step,
-            group=index,
-            rollout=self.rollout,
-            stop_token_ids=self.stop_token_ids,
-            tokenizer=self.tokenizer,
-            token_text_bytes=self._token_text_bytes,
-            scale_advantages=self.settings.loss.scale_advantages,
-            baseline=self.settings.baseline,
-            first_step=self.settings.first_step,
-        )
-
-    def trees(self, step: int, update: str) -> list[tuple[int, Node]]:
-        """Return a step's token trees with their groups' numbers, longest prompt first.
-
-        Groups without anything to train on have none. ``update`` begins the nodes' names.
-        """
-        return sorted(self._trees(step, update), key=lambda item: -item[1].max_inputs)
-
-    def _trees(self, step: int, update: str) -> Iterator[tuple[int, Node]]:
-        first = 0
-        for index, group in enumerate(self.steps[step]):
-            name = f"{update}group{index}"
-            if isinstance(group, Group):
-                tree = group_tree(group, name=name, first_response=first)
-                first += len(group.responses)
-            else:
-                tree = self._sampled_tree(step, index, group, name, first)
-                first += len(tree.children)
-            if tree.children:
-                yield index, tree
-
-    def _sampled_tree(self, step: int, index: int, prompt: Prompt, name: str, first: int) -> Node:
-        rollout = self._sampled_group(step, index, prompt).rollout
-        return sampled_tree(
-            prompt,
-            name=name,
-            rollout=names.rollout(step, index),
-            group_size=rollout.group_size,
-            max_tokens=rollout.max_response_tokens,
-            first_response=first,
-        )
-
-    @cached_property
-    def _shapes(self) -> list[tuple[int, int, int, int]]:
-        """(longest prompt, longest response, most branches, most rows) of every step."""
-        return [self._shape([tree for _, tree in self.trees(step, "")]) for step in range(len(self.steps))]
-
-    def _shape(self, trees: list[Node]) -> tuple[int, int, int, int]:
-        leaves = [leaf for tree in trees for leaf in tree.children]
-        return (
-            max((tree.max_inputs for tree in trees), default=0),
-            max((leaf.max_inputs for leaf in leaves), default=1),
-            max((len(tree.children) for tree in trees), default=1),
-            max((sum(leaf.max_rows(0, leaf.max_inputs) for leaf in tree.children) for tree in trees), default=1),
-        )
-
-    def longest_sequence_tokens(self) -> int:
-        """Return how many positions are evaluated at most: the longest prompt with the longest response of a step."""
-        return max(prompt + response for prompt, response, _, _ in self._shapes)
-
-    @property
     def ladders(self) -> dict[str, tuple[int, ...]]:
         """Every choice's values from the fastest to the leanest."""
         if self._user_of_the_model is not None and "layer_spans" not in self.settings.fixed:
@@ -365,7 +247,7 @@ class GrpoSpace:
 
     @cached_property
     def _ladders(self) -> dict[str, tuple[int, ...]]:
-        prompts, responses, most, rows = zip(*self._shapes, strict=True)
+        prompts, responses, most, rows = zip(*self.groups.shapes, strict=True)
         longest = max(*prompts, *responses)
         chunks = [LARGEST_CHUNK_TOKENS]
         while chunks[-1] > SMALLEST_CHUNK_TOKENS:
@@ -400,14 +282,8 @@ class GrpoSpace:
         spans, chunk_tokens = choices["layer_spans"], choices["chunk_tokens"]
         if spans == 1 or len(self.ladders["chunk_tokens"]) == 1:
             return True
-        num_chunks = max(sum(-(-tokens // chunk_tokens) for tokens in nodes) for nodes in self._node_tokens)
+        num_chunks = max(sum(-(-tokens // chunk_tokens) for tokens in nodes) for nodes in self.groups.node_tokens)
         return spans * num_chunks <= MOST_SPANS_OF_CHUNKS
-
-    @cached_property
-    def _node_tokens(self) -> list[list[int]]:
-        """How many tokens every node of each step's trees has, at most."""
-        trees = ([tree for _, tree in self.trees(step, "")] for step in range(len(self.steps)))
-        return [[node.max_inputs for tree in found for node in (tree, *tree.children)] for found in trees]
 
     def first(self) -> Choices:
         return {key: ladder[0] for key, ladder in self.ladders.items()}
@@ -429,7 +305,7 @@ class GrpoSpace:
 
     def _leanest_chunks(self, spans: int) -> list[int]:
         """Return the shortest chunks that are declared with so many spans, and longer ones that cut fewer responses."""
-        longest_leaf = max(responses for _, responses, _, _ in self._shapes)
+        longest_leaf = max(responses for _, responses, _, _ in self.groups.shapes)
         declared = [
             tokens
             for tokens in reversed(self.ladders["chunk_tokens"])
@@ -448,20 +324,19 @@ class GrpoSpace:
         return ("head_rows", "branches_at_once", "chunk_tokens")
 
     def sketch(self, choices: Choices) -> Plan:
-        return self._build(choices, self._unlike_steps)
+        return self._build(choices, self.groups.unlike_steps)
 
     def outline(self, choices: Choices) -> Plan:
         """See `engine.plan.ChoiceSpace`. Chunks in the middle of a prompt need what their neighbours do."""
         short = self._with_short_prompts(choices["chunk_tokens"])
-        return short._build(choices, short._unlike_steps, is_outline=True)
+        return short._build(choices, short.groups.unlike_steps, is_outline=True)
 
     def _with_short_prompts(self, chunk_tokens: int) -> GrpoSpace:
         """Return a run of each kind of step once, with prompts that end alike but have few chunks and pages."""
         if chunk_tokens not in self._outlines:
             period = math.lcm(chunk_tokens, self.settings.page_tokens)
-            steps = [tuple(_shortened(group, period) for group in self.steps[step]) for step in self._unlike_steps]
-            short = replace(self, steps=tuple(steps))
-            short._facts = self.facts.of_steps(self._unlike_steps)
+            short = replace(self, steps=self.groups.with_short_prompts(period))
+            short._facts = self.facts.of_steps(self.groups.unlike_steps)
             self._outlines[chunk_tokens] = short
         return self._outlines[chunk_tokens]
 
@@ -471,26 +346,6 @@ class GrpoSpace:
             self._lowered[key] = RunBuilder(self, choices, steps, is_outline=is_outline).build()
         return self._lowered[key]
 
-    @cached_property
-    def _unlike_steps(self) -> list[int]:
-        """The first of every kind of steps that need the same bytes, and the last step, which has a checkpoint.
-
-        Steps whose groups are all sampled are alike where their prompts have the same lengths.
-        """
-        first: dict[Hashable, int] = {}
-        for step, groups in enumerate(self.steps):
-            lengths = tuple(len(group.token_ids) for group in groups if isinstance(group, Prompt))
-            first.setdefault(lengths if len(lengths) == len(groups) else step, step)
-        return sorted({*first.values(), len(self.steps) - 1})
-
 
 def _uses_model(stage: Stage) -> bool:
     return any(name == names.WEIGHTS or "gradients" in name.split("/") for name in stage.used)
-
-
-def _shortened(group: StepGroup, period: int) -> StepGroup:
-    """Return a group with a prompt that is some multiple of ``period`` tokens shorter."""
-    ids = prompt_ids(group)
-    cut = max(0, (len(ids) - 1) // period - _LEAST_PERIODS) * period
-    kept = ids[cut:]
-    return replace(group, prompt_ids=kept) if isinstance(group, Group) else replace(group, token_ids=kept)
