@@ -30,7 +30,7 @@ test-all: $(INSTALLED)  ## every test
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 bench: $(INSTALLED)  ## one step against dense autograd and one packed sequence: bytes and time (half an hour)
-	$(BIN)/python -m tests.benchmarks.step_against_alternatives
+	$(BIN)/python -m tests.benchmarks.step_against_alternatives --shares-only
 
 docs: $(INSTALLED)  ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build -W -n --keep-going -d docs/_build/doctrees docs docs/_build/html
