@@ -39,32 +39,13 @@ from engine.plan import Plan, Stage, Stream, TensorSpec, Value, ValueKind
 from engine.planner import forecast
 from engine.runtime import execute
 from engine.store import Store
-from engine.trace import MEASURED as MEASURED_TIMES
-from engine.trace import Recording
+from engine.trace import MEASURED, Recording
 from engine.units import MIB
 from engine.worker import TorchMachine
 
 Clock = Callable[[], float]
 """Returns seconds since some moment."""
 
-PLAN = "calibration"
-"""The shipped plan that is measured."""
-MEASURED: tuple[dict[str, str], ...] = (
-    {"hidden": "64", "prompt_tokens": "1500", "chunk_tokens": "128"},
-    {"hidden": "64", "layers": "2", "prompt_tokens": "5000", "chunk_tokens": "1024", "group_size": "2"},
-    {"hidden": "256", "prompt_tokens": "4000", "chunk_tokens": "512"},
-    {"hidden": "256", "prompt_tokens": "1000", "chunk_tokens": "64", "branches_at_once": "1"},
-    {"hidden": "576", "layers": "3", "prompt_tokens": "1500", "chunk_tokens": "512", "vocabulary": "16384"},
-    {"hidden": "576", "layers": "3", "prompt_tokens": "600", "chunk_tokens": "64", "vocabulary": "16384"},
-    {
-        "hidden": "1024", "prompt_tokens": "9", "chunk_tokens": "2", "vocabulary": "8192", "response_tokens": "4",
-        "group_size": "2",
-    },
-)  # fmt: skip
-"""Settings of `PLAN` with which it is measured, as ``--set`` takes them.
-
-They differ in what takes the time: operators in small models, matrix products and the head in large ones, attention
-behind long prompts, gradients in short chunks, weights where there are few rows, as in decoding."""
 ROUNDS = 3
 _SMALL_BYTES, _LARGE_BYTES = MIB // 16, 2 * MIB
 # Sizes of a piece: at the small one its price counts, at the large one bandwidth. Pages of real models lie between.
@@ -197,7 +178,7 @@ def observe(plan: Plan, folder: Path, rounds: int, clock: Clock, share: _Share) 
     planned = forecast(plan, _ROOMY, PROFILES["cpu"])
     taken: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(rounds):
-        recording = Recording(planned.plan, planned.budget, process=MEASURED_TIMES, clock=clock)
+        recording = Recording(planned.plan, planned.budget, process=MEASURED, clock=clock)
         with share.counted():
             execute(planned, folder / f"run{number}", recording=recording)
         for name, span in recording.stages().items():

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 OUT_OF_TOLERANCE = 1
 
+_MEASURED_PLAN = "calibration"
+# The shipped plan that was made to be measured.
+
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run one command and return its exit code; ``arguments.out`` is where its results go."""
@@ -289,12 +292,12 @@ def _audit(arguments: argparse.Namespace) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine on the shipped plan that was made for it, and write the profile."""
     check_writable(arguments.output)
-    from engine.calibrate import MEASURED, PLAN, ROUNDS, calibrate
+    from engine.calibrate import ROUNDS, calibrate
 
-    file = find_plan(PLAN)
+    file = find_plan(_MEASURED_PLAN)
     found = calibrate(
         Path(arguments.output).stem,
-        [partial(file.plan, settings) for settings in MEASURED[: 1 if arguments.quick else None]],
+        [partial(file.plan, settings) for settings in file.measured[: 1 if arguments.quick else None]],
         rounds=1 if arguments.quick else ROUNDS,
         tell=say,
     )

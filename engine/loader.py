@@ -35,6 +35,12 @@ class PlanFile:
     def name(self) -> str:
         return self.path.stem
 
+    @property
+    def measured(self) -> Sequence[Mapping[str, str]]:
+        """The settings with which a plan is there to be measured: what its file declares as ``MEASURED``."""
+        declared: Sequence[Mapping[str, str]] = self.build.__globals__.get("MEASURED", ())
+        return declared
+
     def plan(self, settings: Mapping[str, str], kind: DeviceKind = CPU) -> Plan:
         """Call the plan function with ``settings``, given as text, and return its plan for a kind of device.
 

@@ -2,7 +2,7 @@
 
     engine calibrate
 
-executes this plan in several sizes (`engine.calibrate.MEASURED`).
+executes this plan in several sizes: those that it declares as `MEASURED`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,23 @@ from stages import DEFAULT_PAGE_TOKENS, find_policy, grpo_step, parse_dtype, par
 
 _HEAD_DIM = {64: 16, 256: 32, 576: 64}
 # By hidden size; attention kernels care for it. Others get 64.
+
+MEASURED: tuple[dict[str, str], ...] = (
+    {"hidden": "64", "prompt_tokens": "1500", "chunk_tokens": "128"},
+    {"hidden": "64", "layers": "2", "prompt_tokens": "5000", "chunk_tokens": "1024", "group_size": "2"},
+    {"hidden": "256", "prompt_tokens": "4000", "chunk_tokens": "512"},
+    {"hidden": "256", "prompt_tokens": "1000", "chunk_tokens": "64", "branches_at_once": "1"},
+    {"hidden": "576", "layers": "3", "prompt_tokens": "1500", "chunk_tokens": "512", "vocabulary": "16384"},
+    {"hidden": "576", "layers": "3", "prompt_tokens": "600", "chunk_tokens": "64", "vocabulary": "16384"},
+    {
+        "hidden": "1024", "prompt_tokens": "9", "chunk_tokens": "2", "vocabulary": "8192", "response_tokens": "4",
+        "group_size": "2",
+    },
+)  # fmt: skip
+"""Settings with which ``engine calibrate`` measures this plan, as ``--set`` takes them.
+
+They differ in what takes the time: operators in small models, matrix products and the head in large ones, attention
+behind long prompts, gradients in short chunks, weights where there are few rows, as in decoding."""
 
 
 def calibration(

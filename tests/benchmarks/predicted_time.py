@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from engine.budget import UNLIMITED_BYTES, Budget
-from engine.calibrate import MEASURED, PLAN, Clock, calibrate
+from engine.calibrate import Clock, calibrate
 from engine.hardware import HardwareProfile, load_profile
 from engine.loader import find_plan
 from engine.planner import Forecast, forecast
@@ -58,7 +58,7 @@ def _case(plan: str, *, pages: str = "device", **settings: int | str) -> Case:
 
 def _smollm2(*, pages: str = "device", **settings: int) -> Case:
     """Return a case of SmolLM2-135M's sizes, with random weights."""
-    return _case(PLAN, pages=pages, hidden=576, layers=30, vocabulary=49152, **settings)
+    return _case("calibration", pages=pages, hidden=576, layers=30, vocabulary=49152, **settings)
 
 
 CASES = (
@@ -67,10 +67,10 @@ CASES = (
     _case("tiny_dense", prompt_tokens=3000, chunk_tokens=64, branches_at_once=2),
     _case("tiny_dense", prompt_tokens=6000, chunk_tokens=512, pages="host"),
     _case("tiny_dense", prompt_tokens=6000, chunk_tokens=512, pages="disk"),
-    _case(PLAN, hidden=384, layers=5, prompt_tokens=2500, chunk_tokens=1024, group_size=6),
-    _case(PLAN, hidden=384, layers=5, prompt_tokens=2500, chunk_tokens=192, branches_at_once=1),
-    _case(PLAN, hidden=384, layers=5, prompt_tokens=6000, chunk_tokens=512, pages="host"),
-    _case(PLAN, hidden=384, layers=5, prompt_tokens=6000, chunk_tokens=512, pages="disk"),
+    _case("calibration", hidden=384, layers=5, prompt_tokens=2500, chunk_tokens=1024, group_size=6),
+    _case("calibration", hidden=384, layers=5, prompt_tokens=2500, chunk_tokens=192, branches_at_once=1),
+    _case("calibration", hidden=384, layers=5, prompt_tokens=6000, chunk_tokens=512, pages="host"),
+    _case("calibration", hidden=384, layers=5, prompt_tokens=6000, chunk_tokens=512, pages="disk"),
     _smollm2(prompt_tokens=1024, chunk_tokens=1024),
     _smollm2(prompt_tokens=1500, chunk_tokens=256, group_size=2, pages="host"),
     _smollm2(prompt_tokens=512, chunk_tokens=128, response_tokens=96, pages="disk"),
@@ -113,8 +113,8 @@ def measure(planned: Forecast, rounds: int, clock: Clock) -> float:
 
 def calibrated(clock: Clock) -> HardwareProfile:
     """Return the profile of this machine, measured now."""
-    file = find_plan(PLAN)
-    plans = [partial(file.plan, settings) for settings in MEASURED]
+    file = find_plan("calibration")
+    plans = [partial(file.plan, settings) for settings in file.measured]
     found = calibrate("here", plans, tell=lambda text: print(text, file=sys.stderr), clock=clock)
     print(found.describe(), file=sys.stderr)
     return found.profile

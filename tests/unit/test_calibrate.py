@@ -16,22 +16,22 @@ from hypothesis import strategies as st
 
 from engine import calibrate as calibration
 from engine.__main__ import main
-from engine.calibrate import MEASURED, PLAN, Calibration, calibrate, implausible
+from engine.calibrate import Calibration, calibrate, implausible
 from engine.hardware import PROFILES, load_profile
 from engine.loader import find_plan
 
 SMALL = {"prompt_tokens": "200", "chunk_tokens": "64", "response_tokens": "8", "group_size": "2"}
 
 
-@pytest.mark.parametrize("settings", [*MEASURED, {}], ids=str)
+@pytest.mark.parametrize("settings", [*find_plan("calibration").measured, {}], ids=str)
 def test_every_plan_that_is_measured_can_be_built(settings: dict[str, str]) -> None:
-    assert find_plan(PLAN).plan(settings).stages
+    assert find_plan("calibration").plan(settings).stages
 
 
 def test_a_measured_profile_can_be_loaded_and_fits_the_stages_it_is_of(tmp_path: Path) -> None:
     told: list[str] = []
     found = calibrate(
-        "mine", [partial(find_plan(PLAN).plan, SMALL)], rounds=2, tell=told.append, clock=time.process_time
+        "mine", [partial(find_plan("calibration").plan, SMALL)], rounds=2, tell=told.append, clock=time.process_time
     )
     path = tmp_path / "mine.json"
     path.write_text(found.profile.to_json())
@@ -100,7 +100,7 @@ def test_no_overlap_is_doubtful_only_where_a_core_was_free_to_copy() -> None:
 
 def test_doubts_are_told_when_everything_is_measured() -> None:
     told: list[str] = []
-    found = calibrate("mine", [partial(find_plan(PLAN).plan, SMALL)], rounds=1, tell=told.append)
+    found = calibrate("mine", [partial(find_plan("calibration").plan, SMALL)], rounds=1, tell=told.append)
     assert told[2:] == found.doubts()
 
 

@@ -371,3 +371,10 @@ def test_whole_numbers_are_those_arguments_that_may_be_one_with_what_they_are_no
     assert file.whole_numbers({"whole": "7", "maybe": "3", "either": "text"}) == {
         "whole": 7, "maybe": 3, "either": None,
     }  # fmt: skip
+
+
+def test_a_plan_file_says_with_what_it_is_there_to_be_measured_and_most_are_not() -> None:
+    measured = find_plan("calibration").measured
+    assert len(measured) > 1
+    assert all(set(settings) <= set(find_plan("calibration").parameters) for settings in measured)
+    assert list(find_plan("tiny_dense").measured) == []
