@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 
 import engine
+from engine.budget import unlimited
 from engine.errors import RunDirectoryError, UsageError
-from engine.journal import KeptFile, PlanRecord, RunFinished, StageCommit, StageIntent
+from engine.hardware import PROFILES
+from engine.journal import KeptFile, PlanRecord, RunFinished, StageCommit, StageIntent, read_journal
 from engine.outputs import Outputs
 from engine.plan import Plan, Stage, TensorSpec, Value
-from engine.recipe import plan_keys
+from engine.planner import forecast
+from engine.recipe import plan_keys, recipe_keys
 from engine.resume import RunRequest, check_same, kept_files, last_attempt, unfinished
+from engine.run import RunDirectory
+from engine.runtime import execute
 
 RUN = Path("run")
 FINISHED = RunFinished(results={"loss": 1.0})
@@ -52,6 +57,23 @@ def record(of: Plan, **changes: Any) -> PlanRecord:
 
 def commit(stage: str) -> StageCommit:
     return StageCommit(stage=stage, key="", planned_peak_bytes={}, measured_peak_bytes={}, wall_s=0.0)
+
+
+def test_a_run_hashes_its_recipe_once_and_its_journal_has_those_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, hashed = plan_keys(plan()), []
+
+    def counted(stages: Iterable[Stage], code_version: str) -> dict[str, str]:
+        hashed.append(code_version)
+        return recipe_keys(stages, code_version)
+
+    monkeypatch.setattr("engine.recipe.recipe_keys", counted)
+    execute(forecast(plan(), unlimited(), PROFILES["cpu"]), tmp_path / "run")
+    assert hashed == [engine.CODE_VERSION]
+    records, _ = read_journal(RunDirectory.open(tmp_path / "run").journal_path)
+    assert [item.fingerprint for item in records if isinstance(item, PlanRecord)] == [keys.fingerprint]
+    assert {item.stage: item.key for item in records if isinstance(item, StageCommit)} == keys.by_stage
 
 
 def test_what_came_before_the_last_plan_record_does_not_count() -> None:
