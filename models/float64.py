@@ -38,6 +38,14 @@ def lifted_casts(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
+def experts_implementation(dtype: torch.dtype) -> str | None:
+    """Return which of transformers' implementations of routed experts computes in ``dtype``; None leaves it the choice.
+
+    Torch's grouped matrix product, its usual choice, takes no float64; the plain loop over experts does.
+    """
+    return "eager" if dtype is torch.float64 else None
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that sums over many terms are kept in: float32, or the compute dtype where that is wider."""
     return torch.float64 if dtype is torch.float64 else torch.float32

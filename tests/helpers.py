@@ -27,6 +27,7 @@ from models.policy import find_policy
 from stages import Group, GrpoSettings, GrpoSpace, parse_group
 
 FAMILIES = ("llama", "qwen3", "mistral", "qwen2")
+HYBRID_FAMILIES = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 VOCABULARY = 61
 
 Gradients = dict[str, torch.Tensor]
@@ -48,6 +49,31 @@ def tiny_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
     }
     config: PreTrainedConfig = AutoConfig.for_model(family, **{**options, **changes})
     return config
+
+
+def tiny_hybrid_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """Return a configuration of hidden size 32 with recurrent layers and one of full attention; ``changes`` override.
+
+    Key heads are shared by value heads, key and value dimensions differ, and experts are few and routed.
+    """
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    options: dict[str, Any] = {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": rope,
+    }
+    if family != "qwen3_next":
+        rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    if family != "qwen3_5_text":
+        options |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        options |= {"shared_expert_intermediate_size": 24}
+    return tiny_config(family, **{**options, **changes})
 
 
 @torch.no_grad()
