@@ -11,6 +11,9 @@ values and puts the prefix into that dictionary. For the last layer of a prompt 
 instead: nothing after the state of the last layer is ever needed for a prompt token. While branches are decoded token
 by token, it hands over their own earlier keys and values too.
 
+A layer is of one of two kinds: attention, whose state is keys and values, or recurrent, whose state is a boundary
+(`models.gated_delta`).
+
 Gradients: parameters' gradients are added to accumulators as soon as autograd has each (one parameter's gradient at a
 time is alive), the embedding's row by row for the rows used, in the order of their ids.
 Where few ids are in use, its accumulator has a row for each of those only.
@@ -29,9 +32,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.device_kind import DeviceKind
-from models import head
+from models import gated_delta, head
 from models.attention import AttentionResults, OwnState, Prefix
 from models.float64 import accumulation_dtype
+from models.gated_delta import Boundary
 
 HEAD_GRADIENT = "lm_head.weight"
 EMBEDDING_GRADIENT = "model.embed_tokens.weight"
@@ -208,6 +212,47 @@ class DenseModel:
         probe.key = probe.value = out = None  # or they would outlive the backward
         torch.autograd.backward(outputs, [*([] if d_out_BSC is None else [d_out_BSC]), *(d_state or ())])
         return cast(torch.Tensor, entry.grad)
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Return whether a layer's state is a boundary (`models.gated_delta`) and not keys and values."""
+        return gated_delta.is_recurrent(self.body.layers[layer])
+
+    @torch.no_grad()
+    def recurrent_forward(
+        self, layer: int, hidden_BSC: torch.Tensor, before: Boundary | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return a recurrent layer's output ``[B, S, C]`` and the two parts of its new boundary, without autograd."""
+        out, after = gated_delta.run_layer(self.body.layers[layer], hidden_BSC, before)
+        return out, *after
+
+    @torch.no_grad()
+    def recurrent_state(
+        self, layer: int, hidden_BSC: torch.Tensor, before: Boundary | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return only the two parts of a recurrent layer's new boundary."""
+        return gated_delta.run_state(self.body.layers[layer], hidden_BSC, before)
+
+    def recurrent_backward(
+        self,
+        layer: int,
+        hidden_BSC: torch.Tensor,
+        before: Boundary | None,
+        d_out_BSC: torch.Tensor | None,
+        d_after: Boundary | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Recompute a recurrent layer with autograd and pull the cotangents back, as `block_backward` does.
+
+        The result is the cotangent of the input ``[B, S, C]``, followed by the two of the boundary ``before``, if any.
+        """
+        found = gated_delta.layer_backward(self.body.layers[layer], hidden_BSC, before, d_out_BSC, d_after)
+        return (found.hidden,) if found.boundary is None else (found.hidden, *found.boundary)
+
+    def recurrent_decode(
+        self, layer: int, hidden_B1C: torch.Tensor, before: Boundary
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return a recurrent layer's output ``[B, 1, C]`` for one more token of each branch, and its new boundary."""
+        out, after = gated_delta.decode_layer(self.body.layers[layer], hidden_B1C, before)
+        return out, *after
 
     @torch.no_grad()
     def head_score(

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 from engine.plan import Cost
 from engine.tensors import dtype_name
 from models.float64 import accumulation_dtype
+from models.gated_delta import BoundaryLayout, boundary_layout, recurrent_layers
 
 _KERNELS_A_CHUNK = 16
 _KERNELS_A_LAYER, _KERNELS_A_STATE_LAYER, _KERNELS_A_PAGE = 69, 40, 9
@@ -36,6 +37,15 @@ _BACKWARD_KERNELS_A_LAYER, _BACKWARD_KERNELS_A_STATE_LAYER, _BACKWARD_KERNELS_A_
 # The same of the derivative, the recomputation not included.
 _DECODE_KERNELS_A_LAYER, _DECODE_KERNELS_A_PAGE = 10, 5
 # More than of a forward, where each branch's own tokens so far are one more piece of state.
+
+_RECURRENT_BLOCK, _RECURRENT_PIECE = 64, 512
+# Tokens that the chunked rule takes together, and that autograd sees of it at a time (`models.gated_delta`).
+_RECURRENT_KERNELS, _RECURRENT_KERNELS_A_BLOCK, _RECURRENT_KERNELS_A_PIECE = 22, 37, 85
+_BACKWARD_RECURRENT_KERNELS, _BACKWARD_RECURRENT_KERNELS_A_BLOCK, _BACKWARD_RECURRENT_KERNELS_A_PIECE = 50, 53, 155
+_DECODE_RECURRENT_KERNELS = 66
+# Operators of a recurrent layer beyond those of a layer without its attention, and of its derivative.
+_RECURRENT_PASSES, _DECODE_MATRIX_PASSES = 12, 8
+# Times that one element of queries, keys, values and convolved channels is read or written, and one of the matrices.
 
 _NORM_PASSES, _RESIDUAL_PASSES, _ROTARY_PASSES, _ACTIVATION_PASSES = 7, 3, 10, 5
 # Times that one element is read or written: a root-mean-square norm squares, averages, scales and weighs (in float32),
@@ -52,7 +62,11 @@ _SCORE_PASSES, _SCORE_BACKWARD_PASSES = 15, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What planning needs to know of a model. ``layer_parameters`` are those of all layers together."""
+    """What planning needs to know of a model.
+
+    ``layer_parameters`` are those of all layers together; ``recurrent_layers`` how many of them are recurrent, of which
+    each leaves a ``boundary``, and ``last_is_recurrent`` whether the last one is.
+    """
 
     layers: int
     hidden: int
@@ -62,8 +76,15 @@ class Geometry:
     vocab: int
     layer_parameters: int
     item_bytes: int
+    recurrent_layers: int = 0
+    last_is_recurrent: bool = False
+    boundary: BoundaryLayout | None = None
 
     # Sizes
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers - self.recurrent_layers
 
     @property
     def query_dim(self) -> int:
@@ -126,7 +147,55 @@ class Geometry:
             num_kernels=whole * _BACKWARD_KERNELS_A_LAYER + state_only * _BACKWARD_KERNELS_A_STATE_LAYER,
         )
 
-    def _attention_cost(self, *, pairs: float, rows: int, prefix_tokens: float, pages: float, layers: int) -> Cost:
+    def _whole_layers(self, *, through_last: bool) -> tuple[int, int]:
+        """Return how many layers with attention run whole, and how many recurrent ones."""
+        stops = not through_last
+        return (
+            self.attention_layers - (stops and not self.last_is_recurrent),
+            self.recurrent_layers - (stops and self.last_is_recurrent),
+        )
+
+    def _recurrence_cost(self, rows: int, tokens: int, layers: float) -> Cost:
+        """Return the cost of the gated delta rule and its convolution in the forward of so many layers.
+
+        In blocks of c tokens (Gated Delta Networks, arXiv 2412.06464, section 3.3, as transformers' torch code does
+        it): a token and head have c (2 K + V) products with the block's keys and its corrected values, c K to solve for
+        them, and 3 K V with the matrix that the block begins with. Everything is in the accumulation dtype.
+        """
+        if self.boundary is None or not layers:
+            return Cost()
+        (heads, keys, values), (channels, columns) = self.boundary.recurrent_shape, self.boundary.conv_shape
+        block = _RECURRENT_BLOCK
+        products = block * (3 * keys + values) + 3 * keys * values
+        elements = heads * (2 * keys + 2 * values) + 2 * channels
+        blocks = rows / tokens * -(-tokens // block)
+        own = Cost(
+            flops=2.0 * rows * (heads * products + channels * (columns + 1)),
+            moved_bytes=rows * _RECURRENT_PASSES * elements * self.wide_bytes
+            + blocks * 4 * heads * keys * values * self.wide_bytes,
+            num_kernels=_RECURRENT_KERNELS
+            + _RECURRENT_KERNELS_A_BLOCK * -(-tokens // block)
+            + _RECURRENT_KERNELS_A_PIECE * -(-tokens // _RECURRENT_PIECE),
+        )
+        return own.times(layers)
+
+    def _recurrence_derivative_cost(self, rows: int, tokens: int, layers: float) -> Cost:
+        """Return what differentiating that takes, the recomputation not included."""
+        forward = self._recurrence_cost(rows, tokens, layers)
+        if self.boundary is None or not layers:
+            return Cost()
+        return Cost(
+            flops=2.0 * forward.flops,
+            moved_bytes=_BACKWARD_TRAFFIC * forward.moved_bytes,
+            num_kernels=layers
+            * (
+                _BACKWARD_RECURRENT_KERNELS
+                + _BACKWARD_RECURRENT_KERNELS_A_BLOCK * -(-tokens // _RECURRENT_BLOCK)
+                + _BACKWARD_RECURRENT_KERNELS_A_PIECE * -(-tokens // _RECURRENT_PIECE)
+            ),
+        )
+
+    def _attention_cost(self, *, pairs: float, rows: int, prefix_tokens: float, pages: float, layers: float) -> Cost:
         """Return the cost of attention where ``pairs`` of query and key meet in each head of ``layers`` layers."""
         page_bytes = 2 * prefix_tokens * self.key_dim * self.item_bytes
         return Cost(
@@ -156,10 +225,14 @@ class Geometry:
         Without ``through_last`` the last layer stops at its keys and values.
         """
         whole = self.layers if through_last else self.layers - 1
+        attending, _ = self._whole_layers(through_last=through_last)
         pairs = rows * (prefix_tokens + tokens / 2)
         body = self._layers_cost(rows, whole=whole, state_only=self.layers - whole)
-        attention = self._attention_cost(pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages, layers=whole)
-        return body + attention + Cost(num_kernels=_KERNELS_A_CHUNK)
+        attention = self._attention_cost(
+            pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages, layers=attending
+        )
+        recurrence = self._recurrence_cost(rows, tokens, self.recurrent_layers)
+        return body + attention + recurrence + Cost(num_kernels=_KERNELS_A_CHUNK)
 
     def backward_cost(
         self,
@@ -178,17 +251,24 @@ class Geometry:
         ``recalls_attention`` the results of attention were kept.
         """
         whole = self.layers if through_last else self.layers - 1
+        attending, _ = self._whole_layers(through_last=through_last)
+        share = self.attention_layers / self.layers  # of the layers that run again, which begin with the first
         pairs = rows * (prefix_tokens + tokens / 2)
         inputs = self._layers_cost(rows, whole=again, state_only=0)
         recomputed = self._layers_cost(rows, whole=whole, state_only=self.layers - whole)
         derivative = self._derivative_cost(rows, whole=whole, state_only=self.layers - whole)
-        layers = again + (0 if recalls_attention else whole)
         attention = self._attention_cost(
-            pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages, layers=layers
+            pairs=pairs,
+            rows=rows,
+            prefix_tokens=prefix_tokens,
+            pages=pages,
+            layers=share * again + (0 if recalls_attention else attending),
         )
+        recurrence = self._recurrence_cost(rows, tokens, (1 - share) * again + self.recurrent_layers)
+        recurrence += self._recurrence_derivative_cost(rows, tokens, self.recurrent_layers)
         backward = self._attention_derivative_cost(pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages)
         fixed = Cost(num_kernels=_KERNELS_A_CHUNK + _BACKWARD_KERNELS_A_CHUNK)
-        return inputs + recomputed + derivative + attention + backward.times(whole) + fixed
+        return inputs + recomputed + derivative + attention + recurrence + backward.times(attending) + fixed
 
     def decode_cost(self, *, branches: int, steps: int, prefix_tokens: int, pages: int) -> Cost:
         """Return the cost of decoding ``steps`` tokens of each branch one by one, with a choice from the head each.
@@ -202,13 +282,26 @@ class Geometry:
             rows=branches,
             prefix_tokens=prefix_tokens,
             pages=pages,
-            layers=self.layers,
+            layers=self.attention_layers,
         )
-        own = Cost(moved_bytes=2.0 * own_tokens / steps * self.key_dim * self.layers * self.item_bytes)
+        own = Cost(moved_bytes=2.0 * own_tokens / steps * self.key_dim * self.attention_layers * self.item_bytes)
         choice = self.head_cost(rows=branches, backward=False)
-        more = self.layers * (_DECODE_KERNELS_A_LAYER + _DECODE_KERNELS_A_PAGE * pages)
+        more = self.attention_layers * (_DECODE_KERNELS_A_LAYER + _DECODE_KERNELS_A_PAGE * pages)
         fixed = Cost(num_kernels=_KERNELS_A_CHUNK + _KERNELS_A_CHOICE + more)
-        return (step + attention + own + choice + fixed).times(steps)
+        return (step + attention + own + self._decoded_recurrence_cost(branches) + choice + fixed).times(steps)
+
+    def _decoded_recurrence_cost(self, branches: int) -> Cost:
+        """Return what the rule costs in all recurrent layers for one more token of each branch."""
+        if self.boundary is None:
+            return Cost()
+        heads, keys, values = self.boundary.recurrent_shape
+        matrices = float(branches * heads * keys * values)
+        one = Cost(
+            flops=6.0 * matrices,
+            moved_bytes=_DECODE_MATRIX_PASSES * matrices * self.wide_bytes,
+            num_kernels=_DECODE_RECURRENT_KERNELS,
+        )
+        return one.times(self.recurrent_layers)
 
     def head_cost(self, *, rows: int, backward: bool, block_rows: int | None = None) -> Cost:
         """Return the cost of scoring rows, or of pulling their derivatives back, in blocks of ``block_rows``."""
@@ -229,7 +322,7 @@ class Geometry:
 
 def geometry(config: PreTrainedConfig, *, layer_parameters: int, dtype: torch.dtype) -> Geometry:
     """Return the geometry of a dense decoder."""
-    heads = int(config.num_attention_heads)
+    heads, recurrent = int(config.num_attention_heads), recurrent_layers(config)
     return Geometry(
         layers=int(config.num_hidden_layers),
         hidden=int(config.hidden_size),
@@ -239,14 +332,18 @@ def geometry(config: PreTrainedConfig, *, layer_parameters: int, dtype: torch.dt
         vocab=int(config.vocab_size),
         layer_parameters=layer_parameters,
         item_bytes=dtype.itemsize,
+        recurrent_layers=len(recurrent),
+        last_is_recurrent=int(config.num_hidden_layers) - 1 in recurrent,
+        boundary=boundary_layout(config, dtype) if recurrent else None,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """Sizes of paged state: keys and values of every layer, ``page_tokens`` tokens to a page.
+    """Sizes of state: keys and values of every layer with attention, ``page_tokens`` tokens to a page.
 
-    ``dtype`` is the compute dtype, ``cotangent_dtype`` the accumulation dtype, by name.
+    ``dtype`` is the compute dtype, ``cotangent_dtype`` the accumulation dtype, by name. ``boundary`` is the layout of
+    the recurrent layers' boundaries, None where there are no such layers.
     """
 
     layers: int
@@ -255,12 +352,14 @@ class StateLayout:
     page_tokens: int
     dtype: str
     cotangent_dtype: str
+    boundary: BoundaryLayout | None = None
 
 
 def state_layout(sizes: Geometry, *, dtype: torch.dtype, page_tokens: int) -> StateLayout:
-    """Return the layout of a dense decoder's state."""
+    """Return the layout of a decoder's state."""
     return StateLayout(
-        layers=sizes.layers,
+        boundary=sizes.boundary,
+        layers=sizes.attention_layers,
         heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
         page_tokens=page_tokens,

@@ -59,11 +59,15 @@ _SAMPLE_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySource:
-    """A policy that is not loaded. ``location`` is what from_pretrained takes; None means random weights."""
+    """A policy that is not loaded. ``location`` is what from_pretrained takes; None means random weights.
+
+    ``config`` is that of the text model; ``has_other_parts`` says whether the checkpoint has more (vision).
+    """
 
     name: str
     config: PreTrainedConfig
     location: str | None
+    has_other_parts: bool = False
 
     def tokenizer(self) -> Any:
         """Return the policy's tokenizer, None if it has none. Raises UsageError for one that can't be read."""
@@ -126,20 +130,20 @@ class PolicySource:
         Raises:
             UnsupportedModelError: the architecture is refused.
         """
-        check_config(self.config)
+        check_config(self.config, dtype)
         with torch.device("meta"), lifted_casts(dtype):
             hf = self._from_config(dtype)
             check_structure(hf)
             return DenseModel(hf, kind)
 
     def skeleton(self, dtype: torch.dtype) -> DenseModel:
-        """Return the model without weights, once its architecture was checked on one layer (`models.skeleton`).
+        """Return the model without weights, once its architecture was checked on a layer of each kind.
 
         Raises:
             UnsupportedModelError: the adapter does not evaluate this architecture exactly, or not in parts.
         """
         self.small().load(dtype, seed=0)
-        check_config(self.config)
+        check_config(self.config, dtype)
         with ThreadPoolExecutor(1) as elsewhere:  # whoever counts tensors here must not count those without data
             return elsewhere.submit(self._skeleton, dtype).result()
 
@@ -152,7 +156,7 @@ class PolicySource:
         return DenseModel(hf)
 
     def small(self) -> PolicySource:
-        """Return a random policy of the same architecture with one layer."""
+        """Return a random policy of the same architecture with a layer of each kind."""
         return PolicySource(name=self.name, config=skeleton.small_config(self.config), location=None)
 
     def why_not_in_parts(self, parameters: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -184,7 +188,7 @@ class PolicySource:
 
     def load_hf(self, dtype: torch.dtype, *, seed: int) -> PreTrainedModel:
         """Load Hugging Face's own model, in evaluation mode. Raises as `load` does."""
-        check_config(self.config)
+        check_config(self.config, dtype)
         with lifted_casts(dtype):
             hf: Any = self._drawn(dtype, seed) if self.location is None else self._from_checkpoint(dtype)
         check_structure(hf)
@@ -265,10 +269,10 @@ def find_policy(policy: str | Path | PreTrainedConfig) -> PolicySource:
         UsageError: there is no such directory or name, or its configuration can't be read.
     """
     if isinstance(policy, PreTrainedConfig):
-        return PolicySource(name=str(policy.model_type), config=policy, location=None)
+        return PolicySource(name=str(policy.model_type), config=_text_of(policy), location=None)
     path = Path(policy).expanduser()
     if path.suffix == ".json":
-        return PolicySource(name=str(policy), config=_read_config_file(path), location=None)
+        return PolicySource(name=str(policy), config=_text_of(_read_config_file(path)), location=None)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise UsageError(
             f"policy {str(policy)!r} is a PEFT adapter, which is not trained here; merge it into its base model "
@@ -283,16 +287,28 @@ def find_policy(policy: str | Path | PreTrainedConfig) -> PolicySource:
             f"policy {str(policy)!r} is neither a checkpoint directory here nor a name that a hub knows: "
             f"{_first_line(error)}"
         ) from error
+    text, others = _text_of(config), _text_of(config) is not config
     if not path.is_dir():
-        return PolicySource(name=str(policy), config=config, location=str(policy))
+        return PolicySource(name=str(policy), config=text, location=str(policy), has_other_parts=others)
     has_weights = any(path.glob(_WEIGHT_PATTERN))
-    others = [file.name for pattern in _OTHER_WEIGHTS for file in path.glob(pattern)]
-    if others and not has_weights:
+    unread = [file.name for pattern in _OTHER_WEIGHTS for file in path.glob(pattern)]
+    if unread and not has_weights:
         raise UsageError(
-            f"policy {str(policy)!r} has its weights in {others[0]}, and only safetensors are read; "
+            f"policy {str(policy)!r} has its weights in {unread[0]}, and only safetensors are read; "
             "load it with transformers and save it again (save_pretrained)"
         )
-    return PolicySource(name=str(policy), config=config, location=str(path) if has_weights else None)
+    location = str(path) if has_weights else None
+    return PolicySource(name=str(policy), config=text, location=location, has_other_parts=others)
+
+
+def _text_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of a multimodal model's text model; another one as it is."""
+    text = getattr(config, "text_config", None)
+    if not isinstance(text, PreTrainedConfig):
+        return config
+    if getattr(text, "dtype", None) is None:
+        text.dtype = getattr(config, "dtype", None)
+    return text
 
 
 def _read_config_file(path: Path) -> PreTrainedConfig:

@@ -26,6 +26,8 @@ from models.dense import HEAD_GRADIENT
 
 _SMALL_VOCABULARY = 16
 _SEED_BITS = 63
+_TEXT_MODEL = "model.language_model."
+# How the names of the text model begin in files of models with other parts.
 
 
 def strip(hf: PreTrainedModel) -> None:
@@ -56,19 +58,20 @@ def draw(hf: PreTrainedModel, parameters: Collection[str], seed: int) -> None:
 
 
 def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration with one layer and few words: the same architecture in next to no memory."""
+    """Return the configuration with one layer of each kind and few words: the same architecture in little memory."""
     small = copy.deepcopy(config)
-    small.num_hidden_layers, small.vocab_size = 1, _SMALL_VOCABULARY
+    kinds = list(dict.fromkeys(getattr(small, "layer_types", None) or ()))
+    small.num_hidden_layers, small.vocab_size = max(1, len(kinds)), _SMALL_VOCABULARY
     small.pad_token_id = small.bos_token_id = small.eos_token_id = None
-    if getattr(small, "layer_types", None):
-        small.layer_types = small.layer_types[:1]
+    if kinds:
+        small.layer_types = kinds
     return small
 
 
 def why_not_in_parts(files: Sequence[Path], parameters: Mapping[str, tuple[int, ...]]) -> str | None:
     """Return why a checkpoint's files can't be read by these parameters' names; None if they can."""
     try:
-        found = {name: shape for path in files for name, shape in _shapes(path).items()}
+        found = {_own_name(name): shape for path in files for name, shape in _shapes(path).items()}
     except (OSError, SafetensorError) as error:
         return f"its files can't be read: {error}"
     wrong = [name for name, shape in parameters.items() if found.get(name) != shape]
@@ -77,6 +80,11 @@ def why_not_in_parts(files: Sequence[Path], parameters: Mapping[str, tuple[int, 
     if HEAD_GRADIENT in found and HEAD_GRADIENT not in parameters:
         return f"its files have {HEAD_GRADIENT}, which its configuration ties to the embedding"
     return None
+
+
+def _own_name(name: str) -> str:
+    """Return the name that a model of text alone has for a tensor of a file that may be a multimodal one's."""
+    return name.replace(_TEXT_MODEL, "model.", 1) if name.startswith(_TEXT_MODEL) else name
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -90,7 +98,7 @@ def read(files: Sequence[Path], targets: Mapping[str, torch.Tensor]) -> None:
     missing = dict(targets)
     for path in files:
         with safe_open(path, framework="pt") as file:
-            for name in [name for name in file.keys() if name in missing]:  # noqa: SIM118
-                missing.pop(name).copy_(file.get_tensor(name))
+            for name in [name for name in file.keys() if _own_name(name) in missing]:  # noqa: SIM118
+                missing.pop(_own_name(name)).copy_(file.get_tensor(name))
     if missing:
         raise StageFailedError(f"the policy's files have lost {next(iter(missing))} since the run was planned")

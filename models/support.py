@@ -19,8 +19,15 @@ from models.attention import EmptyPrefix
 from models.chunk import forward_chunk
 from models.dense import DenseModel
 from models.float64 import lifted_casts
+from models.gated_delta import (
+    MODEL_TYPES,
+    RECURRENT_LAYER,
+    check_recurrent_config,
+    check_recurrent_layer,
+    recurrent_layers,
+)
 
-TESTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+TESTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")
 """Architectures whose gradients the tests hold against dense autograd."""
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -31,8 +38,8 @@ _CHECK_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e
 # Largest difference of logits over the largest logit: far above rounding, far below any scale or cap.
 
 
-def check_config(config: PreTrainedConfig) -> None:
-    """Refuse configurations that the dense adapter can't evaluate exactly.
+def check_config(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Refuse configurations that the adapter can't evaluate exactly in ``dtype``.
 
     Raises:
         UnsupportedModelError: naming the model type and the feature.
@@ -41,6 +48,8 @@ def check_config(config: PreTrainedConfig) -> None:
     reasons = [
         reason for reason in (_encoder(values), _layers(config, values), _dropout(values), _rope(values)) if reason
     ]
+    if not reasons and recurrent_layers(config):
+        check_recurrent_config(config, dtype)
     if reasons:
         raise UnsupportedModelError(
             f"model type {values.get('model_type')!r} is refused: {'; '.join(reasons)}; "
@@ -57,6 +66,7 @@ def _encoder(values: dict[str, Any]) -> str | None:
 
 def _layers(config: PreTrainedConfig, values: dict[str, Any]) -> str | None:
     kinds = set(values.get("layer_types") or ()) - {"full_attention"}
+    kinds -= {RECURRENT_LAYER} if values.get("model_type") in MODEL_TYPES else set()
     windowed = "sliding_attention" in kinds or (values.get("sliding_window") and not values.get("layer_types"))
     if windowed and values.get("use_sliding_window", True):
         return f"it uses a sliding window of {values.get('sliding_window')} tokens"
@@ -96,6 +106,8 @@ def check_structure(hf: PreTrainedModel) -> None:
         missing.append("plain embedding (its gradient is added row by row, so nothing may be scaled or projected)")
     if type(getattr(hf, "lm_head", None)) is not torch.nn.Linear:
         missing.append("plain linear lm_head")
+    for layer in recurrent_layers(hf.config) if hasattr(body, "layers") else ():
+        check_recurrent_layer(body.layers[layer])
     if missing:
         raise UnsupportedModelError(
             f"{type(hf).__name__} is refused: it has no {', '.join(missing)}; tested types are "

@@ -22,6 +22,7 @@ import torch
 from engine.memory import DEVICE, LiveBytes
 from models.attention import AttentionResults, OwnState, Prefix
 from models.dense import DenseModel, Positions
+from models.gated_delta import Boundary
 
 
 def longest_page(token_counts: Sequence[int]) -> tuple[int, ...]:
@@ -178,6 +179,49 @@ class TracedModel:
         page, recalled = _Representative(prefix, by_length=True), results is not None
         arguments = (hidden_BSC, positions, page, d_out_BSC, d_state, recalled)
         return cast(torch.Tensor, self._phase("block_backward", run, *arguments))
+
+    def is_recurrent(self, layer: int) -> bool:
+        return self.model.is_recurrent(layer)
+
+    def recurrent_forward(
+        self, layer: int, hidden_BSC: torch.Tensor, before: Boundary | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def run(hidden: torch.Tensor, before: Boundary | None) -> Any:
+            return self.model.recurrent_forward(layer, hidden, before)
+
+        result = self._phase("recurrent_forward", run, hidden_BSC, before)
+        return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], result)
+
+    def recurrent_state(
+        self, layer: int, hidden_BSC: torch.Tensor, before: Boundary | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(hidden: torch.Tensor, before: Boundary | None) -> Any:
+            return self.model.recurrent_state(layer, hidden, before)
+
+        return cast(tuple[torch.Tensor, torch.Tensor], self._phase("recurrent_state", run, hidden_BSC, before))
+
+    def recurrent_backward(
+        self,
+        layer: int,
+        hidden_BSC: torch.Tensor,
+        before: Boundary | None,
+        d_out_BSC: torch.Tensor | None,
+        d_after: Boundary | None,
+    ) -> tuple[torch.Tensor, ...]:
+        def run(hidden: torch.Tensor, before: Boundary | None, d_out: Any, d_after: Boundary | None) -> Any:
+            return self.model.recurrent_backward(layer, hidden, before, d_out, d_after)
+
+        result = self._phase("recurrent_backward", run, hidden_BSC, before, d_out_BSC, d_after)
+        return cast(tuple[torch.Tensor, ...], result)
+
+    def recurrent_decode(
+        self, layer: int, hidden_B1C: torch.Tensor, before: Boundary
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def run(hidden: torch.Tensor, before: Boundary) -> Any:
+            return self.model.recurrent_decode(layer, hidden, before)
+
+        result = self._phase("recurrent_decode", run, hidden_B1C, before)
+        return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], result)
 
     def head_score(
         self, hidden_RC: torch.Tensor, targets_R: torch.Tensor, *, temperature: float, block_rows: int

@@ -148,11 +148,18 @@ class RunBuilder:
             return [
                 f"the policy is a configuration alone: its weights are random, drawn from seed {self.settings.seed}"
             ]
+        notes = []
+        if self.policy.has_other_parts:
+            notes.append(
+                "the policy has other parts than its text model, such as vision: they are left alone, and the new "
+                "checkpoint is that of a text model"
+            )
         if computed.itemsize >= stored.itemsize:
-            return []
+            return notes
         return [
+            *notes,
             f"the policy is in {dtype_name(stored)} and is computed in {dtype_name(computed)}: its weights are rounded "
-            "when they are loaded, and the new checkpoint holds the rounded ones"
+            "when they are loaded, and the new checkpoint holds the rounded ones",
         ]
 
     def _length_notes(self) -> list[str]:

@@ -19,12 +19,11 @@ from stages import names
 from stages.compute import HeadOptions
 from stages.learning_rate import learning_rate_at
 from stages.loss_stage import LossStage, loss_groups
-from stages.lower import Lowering
+from stages.lower import Lowering, Path
 from stages.metrics import MetricsLine
 from stages.rewards import SampledGroup
 from stages.sampling import SampleWork, SamplingOptions, add_rollout, rollout_value
 from stages.spans import gradients_value
-from stages.state import Visible
 from stages.step_record import StepRecord
 from stages.update import (
     adamw_stage,
@@ -122,7 +121,7 @@ class StepBuilder:
 
     # Rollouts
 
-    def _add_rollouts(self, states: list[tuple[int, Visible]]) -> None:
+    def _add_rollouts(self, states: list[tuple[int, Path]]) -> None:
         """Sample every group from its prompt's state, record that, reward, and record that."""
         for index, state in states:
             if index in self.sampled:
@@ -137,7 +136,7 @@ class StepBuilder:
                 self.plan.add(stage)
         self.plan.add(record.rewards_stage())
 
-    def _add_waves(self, group: SampledGroup, state: Visible) -> None:
+    def _add_waves(self, group: SampledGroup, state: Path) -> None:
         options = SamplingOptions(
             max_response_tokens=group.rollout.max_response_tokens,
             temperature=float(self.settings.temperature),
@@ -156,12 +155,14 @@ class StepBuilder:
                 rollout=rollout,
                 opening_id=group.prompt.token_ids[-1],
                 first_position=len(group.prompt.token_ids) - 1,
-                visible=state,
+                visible=state.columns,
+                edge=state.edge,
                 responses=wave,
                 step=self.settings.first_step + group.step,
                 group=group.group,
                 options=options,
                 layout=self.run.layout,
+                span=self.run.cut.spans[0],
                 head_rows=self.run.choices["head_rows"],
             )
             add_rollout(

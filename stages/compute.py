@@ -28,6 +28,7 @@ from models.dense import EMBEDDING_GRADIENT, HEAD_GRADIENT
 from models.float64 import lifted_casts
 from models.geometry import StateLayout
 from stages import names
+from stages.boundary import ChunkEdges, StageBoundaries
 from stages.kept import ChunkInputs, KeptInputs
 from stages.optimizer import OptimizerState
 from stages.sampled import read_responses
@@ -53,10 +54,10 @@ class ChunkWork:
     """One chunk with all that its forward and backward need.
 
     ``visible`` are the columns that it attends to, with the tokens visible in each; ``own`` are its node's columns
-    that its tokens lie in, empty where no later token sees its state. ``kept`` is what its forward keeps for its
-    backward. ``span`` are the layers it goes through, ``shards`` the weights that it takes for that. ``update`` is the
-    prefix of the update it belongs to. Where tokens are sampled, Values have room for the most there can be and the
-    first of them are used.
+    that its tokens lie in, empty where no later token sees its state; ``edges`` are those before and behind it.
+    ``kept`` is what its forward keeps for its backward. ``span`` are the layers it goes through, ``shards`` the weights
+    that it takes for that. ``update`` is the prefix of the update it belongs to. Where tokens are sampled, Values have
+    room for the most there can be and the first of them are used.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ChunkWork:
     chunk: Chunk
     visible: Visible
     own: tuple[Column, ...]
+    edges: ChunkEdges
     kept: KeptInputs | None
     span: Span
     shards: Mapping[str, OptimizerState]
@@ -112,6 +114,7 @@ class ChunkWork:
                 self._ids(context, batch),
                 first_position=self.chunk.first_position,
                 prefix=self._prefix(context),
+                boundaries=StageBoundaries(context, self.edges),
                 keep_state=self._keeper(context) if self.own else None,
                 want_hidden=self.scores_rows or not self.span.is_last,
                 inputs=self._inputs(context, batch),
@@ -149,6 +152,7 @@ class ChunkWork:
                 self._ids(context, batch),
                 first_position=self.chunk.first_position,
                 prefix=self._prefix(context),
+                boundaries=StageBoundaries(context, self.edges),
                 state_cotangent=self._cotangents(context, batch) if self._has_cotangents else None,
                 head_backward=self._head_backward(context, model, batch) if self.scores_rows else None,
                 inputs=self._inputs(context, batch),
@@ -195,7 +199,7 @@ class ChunkWork:
         return context.index(batch.padded_ids) if self.span.is_first else None
 
     def _prefix(self, context: StageContext) -> PagedPrefix:
-        return PagedPrefix(context, self.visible, self.span.layers.start)
+        return PagedPrefix(context, self.visible, self.span.attention_rows)
 
     def _entry(self, context: StageContext) -> torch.Tensor | None:
         """Return the hidden state with which the chunk enters the span, ``[B, S, C]``; None for the embedding."""
@@ -217,7 +221,7 @@ class ChunkWork:
 
     def _keeper(self, context: StageContext) -> Any:
         def keep(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-            write_state(context, self.own, layer - self.span.layers.start, self.chunk.start, key, value)
+            write_state(context, self.own, self.span.attention_rows[layer], self.chunk.start, key, value)
 
         return keep
 
@@ -225,8 +229,8 @@ class ChunkWork:
         stop = self.chunk.start + batch.num_tokens
 
         def cotangent(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-            own_layer = layer - self.span.layers.start
-            return read_cotangent(context, self.own, own_layer, self.chunk.start, stop, self.layout)
+            row = self.span.attention_rows[layer]
+            return read_cotangent(context, self.own, row, self.chunk.start, stop, self.layout)
 
         return cotangent
 

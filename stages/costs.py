@@ -6,7 +6,7 @@ times what one costs that sees as much as they do on average.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -32,16 +32,17 @@ class ChunkCosts:
     page_tokens: int
 
     @cached_property
-    def _sizes_by_layers(self) -> dict[int, Geometry]:
+    def _sizes_by_layers(self) -> dict[tuple[int, int], Geometry]:
         return {}
 
     def _sizes_of(self, span: Span) -> Geometry:
-        """Return the sizes of a span's layers, which are alike."""
-        layers = len(span.layers)
-        if layers not in self._sizes_by_layers:
+        """Return the sizes of a span's layers, which have about as many parameters each."""
+        layers, recurrent = len(span.layers), len(span.recurrent)
+        if (layers, recurrent) not in self._sizes_by_layers:
             share = self.sizes.layer_parameters * layers // span.num_layers
-            self._sizes_by_layers[layers] = replace(self.sizes, layers=layers, layer_parameters=share)
-        return self._sizes_by_layers[layers]
+            sizes = replace(self.sizes, layers=layers, recurrent_layers=recurrent, layer_parameters=share)
+            self._sizes_by_layers[layers, recurrent] = sizes
+        return self._sizes_by_layers[layers, recurrent]
 
     def forward(self, chunk: Chunk, span: Span, *, prefix_tokens: float, pages: float) -> Cost:
         """Return the cost of a chunk's forward through a span, behind a prefix in so many pages."""
@@ -131,7 +132,7 @@ class StepCosts:
     @cached_property
     def _kinds(self) -> list[tuple[Span, int]]:
         """Spans that cost as much as others, once, with their numbers."""
-        kinds: dict[tuple[int, bool], list[Span]] = {}
+        kinds: dict[Hashable, list[Span]] = {}
         for span in self.spans:
-            kinds.setdefault((len(span.layers), span.is_last), []).append(span)
+            kinds.setdefault((span.kinds, span.is_last), []).append(span)
         return [(found[0], len(found)) for found in kinds.values()]

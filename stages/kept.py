@@ -16,6 +16,7 @@ there can be, and the first of them are used.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,7 @@ class KeptInputs:
     ``[pieces, B, S, H * D]`` and ``[pieces, B, S, H]``, the latter in the accumulation dtype. What is not kept is None.
     """
 
-    first_layer: int
+    span: Span
     inputs: Value | None = None
     attention: Value | None = None
     logsumexp: Value | None = None
@@ -74,7 +75,8 @@ def kept_inputs(
     """
     last_runs = bool(chunk.max_rows) or not span.is_last
     num_inputs = len(span.layers) - (not chunk.max_rows or not span.is_last)
-    num_results = (len(span.layers) if last_runs else len(span.layers) - 1) if level > 1 else 0
+    num_results = len([layer for layer in span.attention_rows if last_runs or layer != span.layers[-1]])
+    num_results = num_results if level > 1 else 0
     if not level or not (num_inputs or num_results):
         return None
 
@@ -86,7 +88,7 @@ def kept_inputs(
         return Value(name=f"{name}/{kind}", tensors=tensors, kind=ValueKind.ORDERED, tiers=tiers)
 
     return KeptInputs(
-        first_layer=span.layers.start,
+        span=span,
         inputs=value("inputs", num_inputs, sizes.hidden, layout.dtype),
         attention=value("attention", num_results, sizes.heads * sizes.head_dim, layout.dtype),
         logsumexp=value("logsumexp", num_results, sizes.heads, layout.cotangent_dtype),
@@ -99,11 +101,11 @@ class ChunkInputs:
     def __init__(self, context: StageContext, kept: KeptInputs, *, num_tokens: int) -> None:
         self._context, self._num_tokens = context, num_tokens
         self._name = "" if kept.inputs is None else kept.inputs.name
-        self._second_layer = kept.first_layer + 1
+        self._second_layer = kept.span.layers.start + 1
         self.results: ChunkResults | None = None
         if kept.attention is not None and kept.logsumexp is not None:
             names = kept.attention.name, kept.logsumexp.name
-            self.results = ChunkResults(context, *names, num_tokens=num_tokens, first_layer=kept.first_layer)
+            self.results = ChunkResults(context, *names, num_tokens=num_tokens, rows=kept.span.attention_rows)
 
     def keep(self, layer: int, hidden_BSC: torch.Tensor) -> None:
         self._context.write_rows(self._name, layer - self._second_layer, 0, hidden_BSC.unbind())
@@ -115,20 +117,20 @@ class ChunkInputs:
 class ChunkResults:
     """Reads and writes what attention gave: `models.attention.AttentionResults`."""
 
-    def __init__(self, context: StageContext, out: str, lse: str, *, num_tokens: int, first_layer: int) -> None:
+    def __init__(self, context: StageContext, out: str, lse: str, *, num_tokens: int, rows: Mapping[int, int]) -> None:
         self._context, self._out, self._lse, self._num_tokens = context, out, lse, num_tokens
-        self._first_layer = first_layer
+        self._rows = rows
         self._recalls = not any(stream.updates and out in stream.values for stream in context.stage.streams)
 
     def keep(self, layer: int, out_BHSD: torch.Tensor, lse_BHS: torch.Tensor) -> None:
-        piece = layer - self._first_layer
+        piece = self._rows[layer]
         self._context.write_rows(self._out, piece, 0, out_BHSD.transpose(1, 2).flatten(2).unbind())
         self._context.write_rows(self._lse, piece, 0, lse_BHS.transpose(1, 2).unbind())
 
     def recall(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not self._recalls:
             return None
-        piece = layer - self._first_layer
+        piece = self._rows[layer]
         out_BSE = self._context.piece(self._out, piece)[:, : self._num_tokens]
         lse_BSH = self._context.piece(self._lse, piece)[:, : self._num_tokens]
         return out_BSE.unflatten(2, (lse_BSH.shape[2], -1)).transpose(1, 2), lse_BSH.transpose(1, 2)

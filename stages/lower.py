@@ -19,6 +19,7 @@ from engine.origin import caller_origin
 from engine.plan import Cost, Plan, Stage, Stream, TensorSpec, Value, movable
 from models.geometry import Geometry, StateLayout
 from stages import names
+from stages.boundary import ChunkEdges, Edge
 from stages.compute import ENTRY, ChunkWork, HeadOptions
 from stages.costs import ChunkCosts
 from stages.estimate import Estimator
@@ -28,6 +29,26 @@ from stages.sampled import VECTOR_TIERS
 from stages.spans import EMBEDDING, Cut, Span
 from stages.state import Column, Visible, before, between, column_values, make_columns, num_pages, whole
 from stages.tree import Chunk, Node, chunks_of, waves_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Own:
+    """The state of a node's own tokens: its columns, and the edges before and behind each of its chunks."""
+
+    columns: Visible
+    edges: tuple[Edge | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """The state of a node with all before it: columns, and the edge behind its last chunk."""
+
+    columns: Visible = ()
+    edge: Edge | None = None
+
+    def with_own(self, own: _Own) -> Path:
+        """Return the path behind a node that begins behind this one."""
+        return Path(columns=self.columns + own.columns, edge=own.edges[-1])
 
 
 @dataclass(kw_only=True)
@@ -62,38 +83,42 @@ class Lowering:
     origin: str = field(default_factory=caller_origin)
     works: list[ChunkWork] = field(default_factory=list)
     sampled: list[tuple[Stage, ChunkWork]] = field(default_factory=list)
-    _states: dict[tuple[str, int], Visible] = field(default_factory=dict)
+    _states: dict[tuple[str, int], _Own] = field(default_factory=dict)
     _prompts: set[str] = field(default_factory=set)
     _chunks: dict[tuple[str, ...], list[Chunk]] = field(default_factory=dict)
     _known_costs: dict[Hashable, Cost] = field(default_factory=dict)
 
-    def forward_prompt(self, tree: Node, span: Span) -> Visible:
+    def forward_prompt(self, tree: Node, span: Span) -> Path:
         """Add the forward stages of a tree's root, where ``stop-prompt`` stops the gradient; return its state."""
         self._prompts.add(tree.name)
-        return self._forward_own((tree,), (), span)
+        return self._forward_own((tree,), Path(), span)
 
-    def forward_below(self, nodes: tuple[Node, ...], path: Visible, span: Span) -> None:
+    def forward_below(self, nodes: tuple[Node, ...], path: Path, span: Span) -> None:
         """Add the forward stages of everything below a node whose state, with all before it, is ``path``."""
         for wave in self._waves(nodes):
-            self.forward_below(wave, path + self._forward_own(wave, path, span), span)
+            self.forward_below(wave, self._forward_own(wave, path, span), span)
 
-    def _forward_own(self, nodes: tuple[Node, ...], path: Visible, span: Span) -> Visible:
-        """Add the forward stages of a node (or of a wave of sibling leaves); return its own state."""
+    def _forward_own(self, nodes: tuple[Node, ...], path: Path, span: Span) -> Path:
+        """Add the forward stages of a node (or of a wave of sibling leaves); return its state with all before it."""
         chunks = self._chunks_of(nodes)
-        state = self._states[nodes[0].name, span.index] = whole(self._declare_columns(nodes, chunks, span))
-        for chunk in chunks:
-            self._forward_chunk(self._work(chunk, path, state, span, backward=False))
-        return state
+        own = self._states[nodes[0].name, span.index] = _Own(
+            columns=whole(self._declare_columns(nodes, chunks, span)),
+            edges=self._declare_edges(nodes, chunks, span, path.edge),
+        )
+        for number in range(len(chunks)):
+            self._forward_chunk(self._work(chunks, number, path, own, span))
+        return path.with_own(own)
 
-    def backward(self, nodes: tuple[Node, ...], span: Span, path: Visible = ()) -> None:
+    def backward(self, nodes: tuple[Node, ...], span: Span, path: Path | None = None) -> None:
         """Add the backward stages of everything below a node, then of its own chunks from last to first."""
+        path = Path() if path is None else path
         chunks = self._chunks_of(nodes)
-        state = self._states[nodes[0].name, span.index]
+        own = self._states[nodes[0].name, span.index]
         for wave in self._waves(nodes):
-            self.backward(wave, span, path + state)
-        for chunk in reversed(chunks):
-            if self._is_differentiated(chunk):
-                self._backward_chunk(self._work(chunk, path, state, span, backward=True))
+            self.backward(wave, span, path.with_own(own))
+        for number in reversed(range(len(chunks))):
+            if self._is_differentiated(chunks[number]):
+                self._backward_chunk(self._work(chunks, number, path, own, span))
 
     def _chunks_of(self, nodes: tuple[Node, ...]) -> list[Chunk]:
         """Return a node's chunks, which are the same in every span and in the backward."""
@@ -117,14 +142,40 @@ class Lowering:
         """Declare the columns of a node's state, as far as later tokens see it."""
         node = nodes[0]
         kept = node.max_inputs if node.children else (chunks[-1].start if len(nodes) == 1 else 0)
-        layout = replace(self.layout, layers=len(span.layers))
+        if not span.attention_rows:
+            return ()
+        layout = replace(self.layout, layers=len(span.attention_rows))
         columns = make_columns(span.of(node.name), kept, layout, with_cotangents=self._has_cotangents(node))
         for column in columns:
             for value in column_values(column, layout, self.state_tiers):
                 self.plan.value(value)
         return columns
 
-    def _work(self, chunk: Chunk, path: Visible, state: Visible, span: Span, *, backward: bool) -> ChunkWork:
+    def _declare_edges(
+        self, nodes: tuple[Node, ...], chunks: Sequence[Chunk], span: Span, before: Edge | None
+    ) -> tuple[Edge | None, ...]:
+        """Declare the edges of a node's chunks; return that before each of them, and the one behind the last.
+
+        ``before`` is that before the first.
+        """
+        node, layout = nodes[0], self.layout.boundary
+        if layout is None or not span.recurrent:
+            return (None,) * (len(chunks) + 1)
+        edges: list[Edge | None] = [before]
+        for number in range(1, len(chunks) + 1):
+            is_last = number == len(chunks)
+            if is_last and not node.children:
+                edges.append(None)
+                continue
+            name = span.of(f"{node.name}/edge/{number}")
+            edge = Edge(name=name, has_cotangent=self._has_cotangents(node), is_shared=is_last)
+            for value in edge.values(len(span.recurrent), layout, self.state_tiers):
+                self.plan.value(value)
+            edges.append(edge)
+        return tuple(edges)
+
+    def _work(self, chunks: Sequence[Chunk], number: int, path: Path, own: _Own, span: Span) -> ChunkWork:
+        chunk = chunks[number]
         last = chunk.nodes[-1].name.rsplit("/", 1)[-1] if len(chunk.nodes) > 1 else ""
         name = f"{chunk.nodes[0].name}{'-' + last if last else ''}/tokens{chunk.start}-{chunk.stop}"
         level = self.stored_inputs if self._is_differentiated(chunk) else 0
@@ -132,8 +183,9 @@ class Lowering:
             name=name,
             update=self.update,
             chunk=chunk,
-            visible=path + before(state, chunk.start),
-            own=between(state, chunk.start, chunk.stop),
+            visible=path.columns + before(own.columns, chunk.start),
+            own=between(own.columns, chunk.start, chunk.stop),
+            edges=ChunkEdges(before=own.edges[number], after=own.edges[number + 1], rows=span.recurrent_rows),
             kept=kept_inputs(
                 span.of(name), chunk, self.sizes, self.layout, level=level, span=span, tiers=self.state_tiers
             ),
@@ -159,6 +211,7 @@ class Lowering:
             for value in work.kept.values:
                 self.plan.value(value)
             streams.append(work.kept.written())
+        streams += work.edges.forward_streams()
         self._add(
             work,
             name=f"{'score' if work.max_rows else 'prefill'} {work.span.of(work.name)}",
@@ -206,6 +259,7 @@ class Lowering:
             Stream(values=states),
             Stream(values=cotangents, updates=True),
             *(() if work.kept is None else work.kept.read()),
+            *work.edges.backward_streams(),
         )
         span, reads = work.span, [*self._weights(work), *work.chunk.rollouts]
         if not span.is_last:
@@ -252,8 +306,9 @@ class Lowering:
             work.chunk.max_tokens,
             longest if backward else bool(longest),
             len(work.own),
+            work.edges.shape(),
             (work.max_rows, self.head) if work.scores_rows else None,
-            (len(work.span.layers), work.span.is_first, work.span.is_last),
+            (work.span.kinds, work.span.is_first, work.span.is_last),
             self.stored_inputs if work.kept is not None else 0,
         )
 
@@ -271,8 +326,8 @@ class Lowering:
         return found
 
     def _cost(self, work: ChunkWork, *, backward: bool) -> Cost:
-        """Return the cost of a chunk in a span; spans of as many layers have the same, but for the last one."""
-        key = (work.name, len(work.span.layers), work.span.is_last, backward)
+        """Return the cost of a chunk in a span; spans of the same kinds of layers have the same, but for the last."""
+        key = (work.name, work.span.kinds, work.span.is_last, backward)
         if key not in self._known_costs:
             cost = self.costs.backward if backward else self.costs.forward
             prefix_tokens, pages = work.chunk.first_position, num_pages(work.visible)

@@ -24,6 +24,8 @@ _BACKWARD_OWN, _BACKWARD_AN_OWN_PAGE = 1, 12
 _INPUTS, _INPUTS_A_BRANCH, _BACKWARD_INPUTS = 2, 3, 2
 _ATTENTION, _ATTENTION_A_BRANCH, _BACKWARD_ATTENTION = 7, 6, 6
 # Of what a layer keeps: inputs, and also what attention gave.
+_EDGES, _BACKWARD_EDGES = 60, 60
+# Of a recurrent layer: boundaries are read, written head by head, and so are their cotangents.
 _ROWS, _BACKWARD_ROWS = 9, 31
 # Rows are picked for the head, and its results go where they belong.
 
@@ -40,7 +42,7 @@ def forward_operators(chunk: Chunk, span: Span, *, pages: float, own_pages: floa
     if kept > 1:
         found += _ATTENTION + _ATTENTION_A_BRANCH * branches
     own = _OWN + _AN_OWN_PAGE * own_pages if own_pages else 0.0
-    return _whole(chunk, span, a_whole_layer=found, a_layer=own, rows=_ROWS)
+    return _whole(chunk, span, attention=found, state=own, edges=_EDGES, rows=_ROWS)
 
 
 def backward_operators(chunk: Chunk, span: Span, *, pages: float, own_pages: float, kept: int) -> Cost:
@@ -53,7 +55,7 @@ def backward_operators(chunk: Chunk, span: Span, *, pages: float, own_pages: flo
     if kept > 1:
         found += _BACKWARD_ATTENTION
     own = _BACKWARD_OWN + _BACKWARD_AN_OWN_PAGE * own_pages if own_pages else 0.0
-    return _whole(chunk, span, a_whole_layer=found, a_layer=own, rows=_BACKWARD_ROWS)
+    return _whole(chunk, span, attention=found, state=own, edges=_BACKWARD_EDGES, rows=_BACKWARD_ROWS)
 
 
 def _to_prefix(chunk: Chunk, pages: float) -> float:
@@ -62,8 +64,13 @@ def _to_prefix(chunk: Chunk, pages: float) -> float:
     return _A_PAGE * pages + several
 
 
-def _whole(chunk: Chunk, span: Span, *, a_whole_layer: float, a_layer: float, rows: int) -> Cost:
-    """Add up over layers; where no row is scored, the model's last one stops at its keys and values."""
-    layers, scored = len(span.layers), span.is_last and bool(chunk.max_rows)
-    whole = layers - (span.is_last and not scored)
-    return Cost(num_kernels=whole * a_whole_layer + layers * a_layer + (rows if scored else 0))
+def _whole(chunk: Chunk, span: Span, *, attention: float, state: float, edges: int, rows: int) -> Cost:
+    """Add up over layers; where no row is scored, the model's last one stops at its state.
+
+    ``attention`` is what one with attention does beside what it does for its own ``state``, ``edges`` what a recurrent
+    one does for its boundaries.
+    """
+    layers, scored = len(span.attention_rows), span.is_last and bool(chunk.max_rows)
+    whole = layers - (span.is_last and not scored and span.layers[-1] in span.attention_rows)
+    others = len(span.recurrent) * edges
+    return Cost(num_kernels=whole * attention + layers * state + others + (rows if scored else 0))

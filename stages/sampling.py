@@ -32,9 +32,11 @@ from models.decode import Tail, decode_step
 from models.float64 import accumulation_dtype, lifted_casts
 from models.geometry import Geometry, StateLayout
 from stages import names
+from stages.boundary import ChunkEdges, Edge, StageBoundaries
 from stages.checks import check_count, check_seed
 from stages.estimate import Estimator
 from stages.sampled import VECTOR_TIERS
+from stages.spans import Span
 from stages.state import PagedPrefix, Visible, num_pages, page_runs
 
 UNIFORM_BITS = 53
@@ -105,7 +107,8 @@ class SampleWork:
     """One wave: the ``responses`` (rows of the Value ``rollout``) of a group that are decoded together, to their ends.
 
     ``opening_id`` is the prompt's last token, at ``first_position``; ``visible`` are the columns of all tokens before
-    it, none for a prompt of one token. ``head_rows`` are the rows that meet the head at a time.
+    it, none for a prompt of one token, and ``edge`` is the one behind them. ``span`` is the whole model. ``head_rows``
+    are the rows that meet the head at a time.
     """
 
     name: str
@@ -118,7 +121,9 @@ class SampleWork:
     group: int
     options: SamplingOptions
     layout: StateLayout
+    span: Span
     head_rows: int
+    edge: Edge | None = None
 
     def run(self, context: StageContext) -> None:
         """Decode the wave and write its rows of the rollout.
@@ -164,12 +169,18 @@ class SampleWork:
             "head_rows": self.head_rows,
         }
 
+    @property
+    def edges(self) -> ChunkEdges:
+        """The edge that responses begin at."""
+        return ChunkEdges(before=self.edge, after=None, rows=self.span.recurrent_rows)
+
     def stage(self, sizes: Geometry) -> Stage:
         """Return the stage ``rollout NAME``; its workspace is still to be measured (see `add_rollout`).
 
         The cost is that of all responses at their longest. Every step reads every page of the prompt again.
         """
         states = tuple(column.state for column, _ in self.visible)
+        streams = [Stream(values=states, passes=self.options.max_response_tokens)] if states else []
         return Stage(
             name=f"rollout {self.name}",
             kind="rollout",
@@ -177,7 +188,7 @@ class SampleWork:
             config=self.config(),
             reads=(names.WEIGHTS,),
             updates=(self.rollout,),
-            streams=(Stream(values=states, passes=self.options.max_response_tokens),) if states else (),
+            streams=(*streams, *self.edges.forward_streams()),
             cost=sizes.decode_cost(
                 branches=len(self.responses),
                 steps=self.options.max_response_tokens,
@@ -200,7 +211,7 @@ def add_rollout(
     ``run`` replaces the work's own function.
     """
     stage = work.stage(sizes)
-    shape = (stage.kind, len(work.responses), bool(work.visible), work.head_rows, work.options)
+    shape = (stage.kind, len(work.responses), bool(work.visible), work.edge is None, work.head_rows, work.options)
     workspace = estimator.workspace_bytes(shape, replace(stage, run=work.rehearse), plan)
     return plan.add(replace(stage, run=run or work.run, workspace_bytes=workspace))
 
@@ -211,10 +222,10 @@ class _Wave:
     def __init__(self, work: SampleWork, context: StageContext, model: Any) -> None:
         self._work, self._context, self._model = work, context, model
         self._out = context.tensors(work.rollout)
-        self._prefix = PagedPrefix(context, work.visible)
+        self._prefix = PagedPrefix(context, work.visible, work.span.attention_rows)
         self.responses = list(work.responses)
         self._tail = Tail(
-            layers=work.layout.layers,
+            rows=work.span.attention_rows,
             branches=len(work.responses),
             heads=work.layout.heads,
             tokens=work.options.max_response_tokens,
@@ -222,6 +233,10 @@ class _Wave:
             dtype=torch_dtype(work.layout.dtype),
             device=context.device,
         )
+        if work.layout.boundary is not None:
+            boundaries = StageBoundaries(context, work.edges)
+            for layer in work.span.recurrent:
+                self._tail.begin(layer, boundaries.before(layer), work.layout.boundary)
 
     def clear(self) -> None:
         """Put 0 into the wave's rows: what was there decides nothing."""

@@ -23,6 +23,7 @@ from engine.errors import UsageError
 from engine.origin import at
 from engine.plan import Choices, Cost, Plan, Stage, TensorSpec
 from models.dense import HEAD_GRADIENT
+from models.gated_delta import recurrent_layers
 from models.geometry import Geometry, geometry
 from models.policy import PolicySource
 from stages import names
@@ -163,7 +164,10 @@ class GrpoSpace:
         if num_spans not in self._cuts:
             parameters = self.estimator.parameters()
             layers, tied = int(self.policy.config.num_hidden_layers), HEAD_GRADIENT not in parameters
-            self._cuts[num_spans] = cut_model(parameters, num_layers=layers, num_spans=num_spans, tied=tied)
+            recurrent = recurrent_layers(self.policy.config)
+            self._cuts[num_spans] = cut_model(
+                parameters, num_layers=layers, num_spans=num_spans, tied=tied, recurrent=recurrent
+            )
         return self._cuts[num_spans]
 
     def chunk_costs(self, choices: Choices) -> ChunkCosts:

@@ -17,7 +17,7 @@ Invariant: every parameter's gradient is the same sum in the same order as with 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -42,12 +42,16 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Layers ``layers`` of a model of ``num_layers``; number ``index`` of the spans, before number ``next_index``."""
+    """Layers ``layers`` of a model of ``num_layers``; number ``index`` of the spans, before number ``next_index``.
+
+    ``recurrent`` are those of the span's layers whose state is a boundary; that of the others is in pages.
+    """
 
     index: int
     layers: range
     num_layers: int
     next_index: int
+    recurrent: tuple[int, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -60,6 +64,21 @@ class Span:
     @property
     def is_whole(self) -> bool:
         return self.is_first and self.is_last
+
+    @cached_property
+    def attention_rows(self) -> dict[int, int]:
+        """The span's layers with attention, numbered."""
+        return {layer: row for row, layer in enumerate(layer for layer in self.layers if layer not in self.recurrent)}
+
+    @cached_property
+    def recurrent_rows(self) -> dict[int, int]:
+        """The span's recurrent layers, numbered."""
+        return {layer: row for row, layer in enumerate(self.recurrent)}
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Whether each layer is recurrent, in order."""
+        return tuple(layer in self.recurrent_rows for layer in self.layers)
 
     @property
     def shard(self) -> str:
@@ -96,7 +115,7 @@ class Cut:
         """Return the cut with each kind of span once: the others need the same bytes of the device as one of them."""
         kinds: dict[Hashable, Span] = {}
         for span in self.spans:
-            kinds.setdefault((span.is_first, span.is_last, len(span.layers), self._sizes_of(span)), span)
+            kinds.setdefault((span.is_first, span.is_last, span.kinds, self._sizes_of(span)), span)
         kept = list(kinds.values())
         followed = [replace(span, next_index=after.index) for span, after in pairwise(kept)]
         shards = {EMBEDDING, *(span.shard for span in kept)}
@@ -114,8 +133,15 @@ class Cut:
         return (*((EMBEDDING,) if is_end and self.has_embedding_apart else ()), span.shard)
 
 
-def cut_model(parameters: Mapping[str, TensorSpec], *, num_layers: int, num_spans: int, tied: bool) -> Cut:
-    """Cut a model into spans of about equal bytes, each of at least one layer."""
+def cut_model(
+    parameters: Mapping[str, TensorSpec],
+    *,
+    num_layers: int,
+    num_spans: int,
+    tied: bool,
+    recurrent: Collection[int] = (),
+) -> Cut:
+    """Cut a model into spans of about equal bytes, each of at least one layer; ``recurrent`` are its recurrent ones."""
     layer_of = {name: int(found[1]) for name in parameters if (found := _LAYER.search(name))}
     ends = {name: 0 if name == EMBEDDING_GRADIENT else num_layers - 1 for name in parameters}
     apart = {EMBEDDING_GRADIENT} if tied and num_spans > 1 else set()
@@ -125,7 +151,9 @@ def cut_model(parameters: Mapping[str, TensorSpec], *, num_layers: int, num_span
     spans, start = [], 0
     for index in range(num_spans):
         stop = _stop(nbytes, start, num_spans - index)
-        spans.append(Span(index=index, layers=range(start, stop), num_layers=num_layers, next_index=index + 1))
+        layers = range(start, stop)
+        mine = tuple(layer for layer in layers if layer in recurrent)
+        spans.append(Span(index=index, layers=layers, num_layers=num_layers, next_index=index + 1, recurrent=mine))
         start = stop
     shards: dict[str, dict[str, TensorSpec]] = {EMBEDDING: {}} if apart else {}
     shards |= {span.shard: {} for span in spans}

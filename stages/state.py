@@ -2,10 +2,10 @@
 
 A *page* holds the keys and values of the same tokens of one node in one layer, ``[2, K, T, D]`` (K key/value heads, T
 tokens, D head dimension); it is what attention meets and what streams move. Pages are a constant of the plan: they
-neither follow chunks nor cross nodes. A *column* is a run of pages in every layer: one Value for the keys and values,
-one for their cotangents, each ``[layers * pages, 2, K, T, D]``, layer by layer. Cotangents are in the accumulation
-dtype. A long node has no more than `MOST_COLUMNS` columns, so that a plan's size does not grow with the square of a
-prompt's length.
+neither follow chunks nor cross nodes. A *column* is a run of pages in every layer that has some: one Value for the keys
+and values, one for their cotangents, each ``[layers * pages, 2, K, T, D]``, layer by layer. Cotangents are in the
+accumulation dtype. A long node has no more than `MOST_COLUMNS` columns, so that a plan's size does not grow with the
+square of a prompt's length. What recurrent layers keep is in `stages.boundary`.
 
 `PagedPrefix` is what attention sees: the pages of a chunk's ancestors and of its own node, up to its first token.
 What a chunk's forward keeps for its backward is in `stages.kept`.
@@ -14,7 +14,7 @@ What a chunk's forward keeps for its backward is in `stages.kept`.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -146,11 +146,11 @@ def page_runs(visible: Visible) -> list[list[int]]:
 class PagedPrefix:
     """The pages that a chunk attends to, oldest first, with the number of tokens visible in each.
 
-    Their columns begin with layer ``first_layer`` of the model.
+    ``rows`` says which of the columns' layers a layer of the model is.
     """
 
-    def __init__(self, context: StageContext, visible: Visible, first_layer: int = 0) -> None:
-        self._context, self._first_layer = context, first_layer
+    def __init__(self, context: StageContext, visible: Visible, rows: Mapping[int, int]) -> None:
+        self._context, self._rows = context, rows
         self._pages = [
             (column, page, high)
             for column, tokens in visible
@@ -183,7 +183,7 @@ class PagedPrefix:
         return None if name is None else (name, self._piece(layer, column, page))
 
     def _piece(self, layer: int, column: Column, page: int) -> int:
-        return (layer - self._first_layer) * column.pages + page
+        return self._rows[layer] * column.pages + page
 
 
 def write_state(

@@ -35,6 +35,7 @@ from models.policy import find_policy
 from stages import names
 from stages.estimate import Estimator
 from stages.sampling import SampleWork, SamplingOptions, add_rollout, rollout_value
+from stages.spans import Span
 from stages.state import Column, column_values, make_columns, write_state
 from tests.helpers import FAMILIES, VOCABULARY, budget, one_thread, random_ids, save_policy, tiny_config
 
@@ -153,6 +154,7 @@ class Rollouts:
             group=self.group,
             options=self.options,
             layout=layout,
+            span=Span(index=0, layers=range(layout.layers), num_layers=layout.layers, next_index=1),
             head_rows=self.head_rows,
         )
 

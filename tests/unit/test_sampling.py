@@ -245,7 +245,7 @@ LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 3
 @given(branches=st.integers(1, 6), leaving=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5))
 def test_a_tail_gives_every_branch_its_own_tokens_whoever_has_left(branches: int, leaving: list[list[int]]) -> None:
     tail = Tail(
-        layers=LAYERS,
+        rows={layer: layer for layer in range(LAYERS)},
         branches=branches,
         heads=KV_HEADS,
         tokens=len(leaving),
