@@ -26,15 +26,25 @@ from engine.runtime import Outcome, execute
 from models.policy import find_policy
 from stages import Group, GrpoSettings, GrpoSpace, parse_group
 
-FAMILIES = ("llama", "qwen3", "mistral", "qwen2")
+FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "qwen3_5_text")
 HYBRID_FAMILIES = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 VOCABULARY = 61
 
 Gradients = dict[str, torch.Tensor]
 
 
+LAYER_TYPES = ("linear_attention", "full_attention", "linear_attention", "linear_attention")
+"""Of a tiny hybrid's layers, over and over."""
+
+
 def tiny_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
     """Return a configuration of hidden size 32 with grouped queries; ``changes`` override."""
+    if family in HYBRID_FAMILIES:
+        return tiny_hybrid_config(family, **{"num_hidden_layers": 2, **changes})
+    return _tiny(family, **changes)
+
+
+def _tiny(family: str, **changes: Any) -> PreTrainedConfig:
     options: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -60,7 +70,6 @@ def tiny_hybrid_config(family: str, **changes: Any) -> PreTrainedConfig:
     options: dict[str, Any] = {
         "head_dim": 16,
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
@@ -73,7 +82,9 @@ def tiny_hybrid_config(family: str, **changes: Any) -> PreTrainedConfig:
     if family != "qwen3_5_text":
         options |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         options |= {"shared_expert_intermediate_size": 24}
-    return tiny_config(family, **{**options, **changes})
+    options |= changes
+    options.setdefault("layer_types", [LAYER_TYPES[n % len(LAYER_TYPES)] for n in range(options["num_hidden_layers"])])
+    return _tiny(family, **options)
 
 
 @torch.no_grad()

@@ -12,10 +12,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import LinearAttentionLayer
 
 from models.float64 import lifted_casts
 from stages import Group, LossConfig, Response
@@ -57,11 +58,20 @@ def score(hf: Any, group: Group, response: Response, temperature: float, *, stop
         else:
             with torch.no_grad():
                 cache = hf(torch.tensor([prompt[:-1]]), use_cache=True).cache
+            _write_nowhere(cache)
             rows = hf(torch.tensor([prompt[-1:] + ids]), cache=cache, use_cache=True).logits[0, :-1]
         wide = torch.promote_types(rows.dtype, torch.float32)
         table = torch.log_softmax(rows.to(wide) / temperature, -1)
         chosen = table.gather(1, torch.tensor(ids, dtype=torch.int64)[:, None])[:, 0]
         return Scored(response=response, logprobs=chosen, entropies=-(table.exp() * table).sum(-1))
+
+
+def _write_nowhere(cache: Any) -> None:
+    """Keep a cache's recurrent layers from writing into tensors that autograd needs; their state stays as it is."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            layer.record_past = True
+            cast(Any, layer).update_recurrent_state = lambda state, *_, **__: state
 
 
 def gradient(

@@ -30,9 +30,11 @@ from engine.tensors import dtype_name
 from models.attention import EmptyPrefix
 from models.chunk import forward_chunk
 from models.float64 import lifted_casts
+from models.gated_delta import recurrent_layers
 from models.geometry import Geometry, StateLayout, geometry, state_layout
 from models.policy import find_policy
 from stages import names
+from stages.boundary import ChunkEdges, Edge, StageBoundaries
 from stages.estimate import Estimator
 from stages.sampling import SampleWork, SamplingOptions, add_rollout, rollout_value
 from stages.spans import Span
@@ -82,7 +84,9 @@ class Rollouts:
         estimator = estimator_of(self.policy, self.dtype)
         sizes = self._sizes(estimator)
         layout = state_layout(sizes, dtype=self.dtype, page_tokens=self.page_tokens)
-        columns = make_columns("prompt", len(self.prompt) - 1, layout, with_cotangents=False)
+        columns = (
+            () if not layout.layers else make_columns("prompt", len(self.prompt) - 1, layout, with_cotangents=False)
+        )
         self._declare(plan, estimator, layout, columns)
         self._add_load(plan, estimator)
         if columns:
@@ -107,6 +111,23 @@ class Rollouts:
         for column in columns:
             for value in column_values(column, layout):
                 plan.value(replace(value, tiers=(self.pages_on,)))
+        if self.edges.after is not None and layout.boundary is not None:
+            for value in self.edges.after.values(len(self.span.recurrent), layout.boundary):
+                plan.value(replace(value, tiers=(self.pages_on,)))
+
+    @property
+    def span(self) -> Span:
+        """The whole model."""
+        config = find_policy(self.policy).config
+        layers, recurrent = int(config.num_hidden_layers), recurrent_layers(config)
+        return Span(index=0, layers=range(layers), num_layers=layers, next_index=1, recurrent=recurrent)
+
+    @property
+    def edges(self) -> ChunkEdges:
+        """Those of the prompt's one chunk."""
+        behind = Edge(name="prompt/edge/1", has_cotangent=False, is_shared=True)
+        has_one = bool(self.span.recurrent) and len(self.prompt) > 1
+        return ChunkEdges(before=None, after=behind if has_one else None, rows=self.span.recurrent_rows)
 
     def _add_load(self, plan: Plan, estimator: Estimator) -> None:
         def load(context: StageContext) -> None:
@@ -128,17 +149,18 @@ class Rollouts:
                     context.index([list(self.prompt[:-1])]),
                     first_position=0,
                     prefix=EmptyPrefix(),
-                    keep_state=lambda layer, key, value: write_state(context, columns, layer, 0, key, value),
+                    boundaries=StageBoundaries(context, self.edges),
+                    keep_state=lambda layer, key, value: write_state(context, columns, rows[layer], 0, key, value),
                     want_hidden=False,
                 )
 
-        states = tuple(column.state for column in columns)
+        states, rows = tuple(column.state for column in columns), self.span.attention_rows
         stage = Stage(
             name="prefill",
             kind="prefill",
             run=prefill,
             reads=(names.WEIGHTS,),
-            streams=(Stream(values=states, updates=True, buffered=False),),
+            streams=(Stream(values=states, updates=True, buffered=False), *self.edges.forward_streams()),
         )
         plan.add(replace(stage, workspace_bytes=estimator.workspace_bytes(("prefill", len(self.prompt)), stage, plan)))
 
@@ -154,8 +176,9 @@ class Rollouts:
             group=self.group,
             options=self.options,
             layout=layout,
-            span=Span(index=0, layers=range(layout.layers), num_layers=layout.layers, next_index=1),
+            span=self.span,
             head_rows=self.head_rows,
+            edge=self.edges.after,
         )
 
     def _spoil(self, context: StageContext) -> None:

@@ -86,8 +86,12 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         config_of("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
         "mixture of experts",
     ),
-    "a recurrent hybrid": (
-        config_of("qwen3_next", layer_types=["linear_attention", "full_attention"]),
+    "a recurrent hybrid with experts": (
+        config_of("qwen3_next", layer_types=["linear_attention", "full_attention"], num_experts=4),
+        "mixture of experts",
+    ),
+    "recurrent layers of another kind": (
+        config_of("llama", layer_types=["linear_attention", "full_attention"]),
         "linear_attention",
     ),
     "gemma2's alternating windows": (config_of("gemma2", sliding_window=16), "sliding window of 16 tokens"),
