@@ -84,9 +84,7 @@ class Rollouts:
         estimator = estimator_of(self.policy, self.dtype)
         sizes = self._sizes(estimator)
         layout = state_layout(sizes, dtype=self.dtype, page_tokens=self.page_tokens)
-        columns = (
-            () if not layout.layers else make_columns("prompt", len(self.prompt) - 1, layout, with_cotangents=False)
-        )
+        columns = make_columns("prompt", len(self.prompt) - 1, layout, with_cotangents=False)
         self._declare(plan, estimator, layout, columns)
         self._add_load(plan, estimator)
         if columns:

@@ -1,0 +1,134 @@
+"""Decoders with recurrent layers beside attention: where boundaries live changes no bit, bytes are the planned ones.
+
+Their gradients are held against dense autograd with those of all families (`tests.parity.test_dense_gradient`), their
+layers one by one in `tests.parity.test_gated_delta`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from engine.budget import Tier
+from engine.plan import Plan
+from engine.schedule import device_floor
+from stages import GrpoSettings
+from stages.audit import max_rel_err
+from tests.helpers import (
+    Done,
+    checkpoint_tensors,
+    one_thread,
+    random_group,
+    run_plan,
+    same_bits,
+    save_policy,
+    step_space,
+    tiny_hybrid_config,
+)
+from tests.parity import dense_oracle
+from tests.parity.test_invariants import CHOICES, budgets_of, settings_of
+
+RECURRENT, ATTENTION = "linear_attention", "full_attention"
+EDGE = re.compile("/edge/")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def policy_of(folder: Path, kinds: Sequence[str]) -> Path:
+    config = tiny_hybrid_config("qwen3_5_text", layer_types=list(kinds), num_hidden_layers=len(kinds))
+    return save_policy(folder, config, seed=len(kinds))
+
+
+@pytest.fixture(scope="module", name="policy")
+def _policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return policy_of(tmp_path_factory.mktemp("policy") / "checkpoint", [RECURRENT, ATTENTION, RECURRENT])
+
+
+def made(policy: Path, chosen: GrpoSettings, responses: Sequence[int] = (14, 25, 9, 1)) -> Plan:
+    space = step_space(policy, [random_group(1, 70, list(responses))], chosen)
+    return space.lower(space.first())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spans", [1, 3])
+def test_neither_tier_nor_span_nor_what_is_kept_changes_a_bit_and_measured_bytes_are_the_planned_ones(
+    spans: int, dtype: torch.dtype, policy: Path, tmp_path: Path
+) -> None:
+    done: list[Done] = []
+    for tier in Tier:
+        for stored in (0, 2):
+            fixed = {**CHOICES, "chunk_tokens": 16, "stored_inputs": stored, "layer_spans": spans}
+            plan = made(policy, settings_of(dtype, fixed=fixed, state_tier=str(tier)))
+            done.append(run_plan(plan, tmp_path / f"{tier}{stored}"))
+            assert {value.tiers for name, value in plan.values.items() if EDGE.search(name)} == {(tier,)}
+    for item in done:
+        assert same_bits(item.gradients, done[0].gradients)
+        assert same_bits(checkpoint_tensors(item.checkpoint), checkpoint_tensors(done[0].checkpoint))
+        chunks = [c for c in item.outcome.commits if c.stage.split()[0] in ("prefill", "score", "replay", "sweep")]
+        assert [c.measured_peak_bytes["host"] for c in chunks] == [c.planned_peak_bytes["host"] for c in chunks]
+        planned, measured = (
+            max(bytes_of(c)["device"] for c in chunks)
+            for bytes_of in (lambda c: c.planned_peak_bytes, lambda c: c.measured_peak_bytes)
+        )
+        assert measured == planned
+
+
+def test_the_number_of_spans_changes_no_bit(policy: Path, tmp_path: Path) -> None:
+    found = [
+        run_plan(made(policy, settings_of(fixed={**CHOICES, "layer_spans": spans})), tmp_path / str(spans)).gradients
+        for spans in (1, 2, 3)
+    ]
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
+
+
+@given(data=st.data())
+@settings(max_examples=8, phases=[Phase.generate])
+def test_any_order_of_layers_has_the_gradient_of_dense_autograd(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    kinds = data.draw(st.lists(st.sampled_from((RECURRENT, ATTENTION)), min_size=1, max_size=4))
+    responses = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
+    group = random_group(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 40)), responses)
+    fixed = {
+        "chunk_tokens": data.draw(st.sampled_from((1, 2, 5, 8, 64))),
+        "branches_at_once": data.draw(st.integers(1, 4)),
+        "head_rows": 8,
+        "stored_inputs": data.draw(st.integers(0, 2)),
+        "layer_spans": data.draw(st.integers(1, len(kinds))),
+    }
+    chosen = settings_of(torch.float64, fixed=fixed)
+    policy = policy_of(folder / "policy", kinds)
+    space = step_space(policy, [group], chosen)
+    plan = space.lower(space.first())
+    within = data.draw(st.sampled_from(sorted(budgets_of(plan))))
+    done = run_plan(plan, folder / "run", budgets_of(plan)[within])
+    _, reference = dense_oracle.gradient(policy, [group], chosen.loss, 1.0)
+    assert max_rel_err(done.gradients, reference) <= 1e-10
+
+
+@pytest.mark.parametrize("spans", [1, 3])
+@pytest.mark.parametrize("chunk_tokens", [8, 16])
+def test_an_outline_has_the_device_floor_of_the_whole_plan(spans: int, chunk_tokens: int, policy: Path) -> None:
+    fixed = {**CHOICES, "chunk_tokens": chunk_tokens, "layer_spans": spans}
+    space = step_space(policy, [random_group(1, 300, [14, 25, 9, 1])], settings_of(fixed=fixed))
+    outline, whole = space.outline(space.first()), space.lower(space.first())
+    assert device_floor(outline)[0] == device_floor(whole)[0]
+    assert len(outline.stages) < len(whole.stages)
+
+
+def test_the_smallest_device_budget_does_not_depend_on_the_prompt(policy: Path) -> None:
+    spaces = (step_space(policy, [random_group(1, tokens, [14, 5])], settings_of()) for tokens in (200, 400))
+    floors = [device_floor(space.lower(space.first())) for space in spaces]
+    assert floors[0][0] == floors[1][0]
