@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from engine.output import forgive_streams, say, told
 from engine.signals import interruptible, interruption
 
-_PLAN_HELP = (
-    "a plan file, or the name of a shipped plan (quickstart, from_rollouts, tiny_dense, custom_stage, learn_tiny)"
-)
+_PLANS = "quickstart, from_rollouts, tiny_dense, tiny_hybrid, custom_stage, learn_tiny"
+_PLAN_HELP = f"a plan file, or the name of a shipped plan ({_PLANS})"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Sizes and costs of a dense decoder, from its configuration alone.
+"""Sizes and costs of a decoder, from its configuration alone.
 
 FLOPs count a multiply-add as two. R rows (branches times tokens) behind N visible prefix tokens, in chunks of S tokens,
 see R (N + S/2) pairs of query and key a head. With head dimension D a pair costs an attention kernel 4 D FLOPs in the
@@ -40,12 +40,16 @@ _DECODE_KERNELS_A_LAYER, _DECODE_KERNELS_A_PAGE = 10, 5
 
 _RECURRENT_BLOCK, _RECURRENT_PIECE = 64, 512
 # Tokens that the chunked rule takes together, and that autograd sees of it at a time (`models.gated_delta`).
-_RECURRENT_KERNELS, _RECURRENT_KERNELS_A_BLOCK, _RECURRENT_KERNELS_A_PIECE = 22, 37, 85
-_BACKWARD_RECURRENT_KERNELS, _BACKWARD_RECURRENT_KERNELS_A_BLOCK, _BACKWARD_RECURRENT_KERNELS_A_PIECE = 50, 53, 155
+_RECURRENT_KERNELS, _RECURRENT_KERNELS_A_BLOCK, _RECURRENT_KERNELS_A_PIECE = 19, 37, 88
+_BACKWARD_RECURRENT_KERNELS, _BACKWARD_RECURRENT_KERNELS_A_BLOCK, _BACKWARD_RECURRENT_KERNELS_A_PIECE = 53, 54, 156
 _DECODE_RECURRENT_KERNELS = 66
-# Operators of a recurrent layer beyond those of a layer without its attention, and of its derivative.
-_RECURRENT_PASSES, _DECODE_MATRIX_PASSES = 12, 8
-# Times that one element of queries, keys, values and convolved channels is read or written, and one of the matrices.
+_GATE_KERNELS, _BACKWARD_GATE_KERNELS = 33, 48
+# Operators of a recurrent layer beyond those of a layer without its attention, and of its derivative; of a layer with
+# attention what it has more there than in a dense decoder.
+_RECURRENT_PASSES, _RECURRENT_SQUARE_PASSES, _DECODE_MATRIX_PASSES = 12, 12, 8
+_BACKWARD_RECURRENT_PASSES, _BACKWARD_RECURRENT_SQUARE_PASSES = 40, 50
+# Times that one element of queries, keys, values and convolved channels is read or written, one of the products of a
+# block's keys with each other, and, in decoding, one of the matrices; fitted to twenty shapes, within a fifth.
 
 _NORM_PASSES, _RESIDUAL_PASSES, _ROTARY_PASSES, _ACTIVATION_PASSES = 7, 3, 10, 5
 # Times that one element is read or written: a root-mean-square norm squares, averages, scales and weighs (in float32),
@@ -155,7 +159,13 @@ class Geometry:
             self.recurrent_layers - (stops and self.last_is_recurrent),
         )
 
-    def _recurrence_cost(self, rows: int, tokens: int, layers: float) -> Cost:
+    def _gates_cost(self, layers: int, *, differentiated: int) -> Cost:
+        """Return the operators of what attention beside recurrent layers has more: gates, norms of queries and keys."""
+        if self.boundary is None:
+            return Cost()
+        return Cost(num_kernels=float(_GATE_KERNELS * layers + _BACKWARD_GATE_KERNELS * differentiated))
+
+    def _recurrence_cost(self, rows: int, tokens: int, layers: int) -> Cost:
         """Return the cost of the gated delta rule and its convolution in the forward of so many layers.
 
         In blocks of c tokens (Gated Delta Networks, arXiv 2412.06464, section 3.3, as transformers' torch code does
@@ -167,26 +177,32 @@ class Geometry:
         (heads, keys, values), (channels, columns) = self.boundary.recurrent_shape, self.boundary.conv_shape
         block = _RECURRENT_BLOCK
         products = block * (3 * keys + values) + 3 * keys * values
-        elements = heads * (2 * keys + 2 * values) + 2 * channels
-        blocks = rows / tokens * -(-tokens // block)
+        elements, squares = self._recurrence_elements(rows, tokens)
         own = Cost(
             flops=2.0 * rows * (heads * products + channels * (columns + 1)),
-            moved_bytes=rows * _RECURRENT_PASSES * elements * self.wide_bytes
-            + blocks * 4 * heads * keys * values * self.wide_bytes,
+            moved_bytes=self.wide_bytes * (_RECURRENT_PASSES * elements + _RECURRENT_SQUARE_PASSES * squares),
             num_kernels=_RECURRENT_KERNELS
             + _RECURRENT_KERNELS_A_BLOCK * -(-tokens // block)
             + _RECURRENT_KERNELS_A_PIECE * -(-tokens // _RECURRENT_PIECE),
         )
         return own.times(layers)
 
-    def _recurrence_derivative_cost(self, rows: int, tokens: int, layers: float) -> Cost:
+    def _recurrence_elements(self, rows: int, tokens: int) -> tuple[float, float]:
+        """Return the elements of queries, keys, values and convolved channels, and of products within blocks."""
+        assert self.boundary is not None
+        (heads, keys, values), (channels, _) = self.boundary.recurrent_shape, self.boundary.conv_shape
+        blocks = rows / tokens * -(-tokens // _RECURRENT_BLOCK)
+        return rows * (2.0 * heads * (keys + values) + 2 * channels), blocks * heads * _RECURRENT_BLOCK**2
+
+    def _recurrence_derivative_cost(self, rows: int, tokens: int, layers: int) -> Cost:
         """Return what differentiating that takes, the recomputation not included."""
-        forward = self._recurrence_cost(rows, tokens, layers)
         if self.boundary is None or not layers:
             return Cost()
+        elements, squares = self._recurrence_elements(rows, tokens)
+        passes = _BACKWARD_RECURRENT_PASSES * elements + _BACKWARD_RECURRENT_SQUARE_PASSES * squares
         return Cost(
-            flops=2.0 * forward.flops,
-            moved_bytes=_BACKWARD_TRAFFIC * forward.moved_bytes,
+            flops=2.0 * self._recurrence_cost(rows, tokens, layers).flops,
+            moved_bytes=layers * self.wide_bytes * passes,
             num_kernels=layers
             * (
                 _BACKWARD_RECURRENT_KERNELS
@@ -195,7 +211,7 @@ class Geometry:
             ),
         )
 
-    def _attention_cost(self, *, pairs: float, rows: int, prefix_tokens: float, pages: float, layers: float) -> Cost:
+    def _attention_cost(self, *, pairs: float, rows: int, prefix_tokens: float, pages: float, layers: int) -> Cost:
         """Return the cost of attention where ``pairs`` of query and key meet in each head of ``layers`` layers."""
         page_bytes = 2 * prefix_tokens * self.key_dim * self.item_bytes
         return Cost(
@@ -232,6 +248,7 @@ class Geometry:
             pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages, layers=attending
         )
         recurrence = self._recurrence_cost(rows, tokens, self.recurrent_layers)
+        recurrence += self._gates_cost(self.attention_layers, differentiated=0)
         return body + attention + recurrence + Cost(num_kernels=_KERNELS_A_CHUNK)
 
     def backward_cost(
@@ -252,7 +269,7 @@ class Geometry:
         """
         whole = self.layers if through_last else self.layers - 1
         attending, _ = self._whole_layers(through_last=through_last)
-        share = self.attention_layers / self.layers  # of the layers that run again, which begin with the first
+        again_attending, again_recurrent = self._whole_layers(through_last=again == self.layers) if again else (0, 0)
         pairs = rows * (prefix_tokens + tokens / 2)
         inputs = self._layers_cost(rows, whole=again, state_only=0)
         recomputed = self._layers_cost(rows, whole=whole, state_only=self.layers - whole)
@@ -262,9 +279,10 @@ class Geometry:
             rows=rows,
             prefix_tokens=prefix_tokens,
             pages=pages,
-            layers=share * again + (0 if recalls_attention else attending),
+            layers=again_attending + (0 if recalls_attention else attending),
         )
-        recurrence = self._recurrence_cost(rows, tokens, (1 - share) * again + self.recurrent_layers)
+        gates = self._gates_cost(self.attention_layers + again_attending, differentiated=self.attention_layers)
+        recurrence = self._recurrence_cost(rows, tokens, again_recurrent + self.recurrent_layers) + gates
         recurrence += self._recurrence_derivative_cost(rows, tokens, self.recurrent_layers)
         backward = self._attention_derivative_cost(pairs=pairs, rows=rows, prefix_tokens=prefix_tokens, pages=pages)
         fixed = Cost(num_kernels=_KERNELS_A_CHUNK + _BACKWARD_KERNELS_A_CHUNK)

@@ -3,7 +3,7 @@
 A chunk leaves a *boundary* behind in every recurrent layer (`models.gated_delta`): what later tokens need of it, of
 fixed size. An `Edge` is the place between two chunks of a node, or behind its last one, with the boundaries of a span's
 recurrent layers there, a layer to a piece: one Value for the convolutions' inputs, ``[layers, 1, E, k - 1]``, one for
-the heads' matrices, ``[layers, H, K, V]``, and one each for their cotangents, in the accumulation dtype.
+the heads' matrices, ``[layers, 1, H * K, V]``, and one each for their cotangents, in the accumulation dtype.
 
 The chunk behind an edge is the only one that begins there, so what it gives for the edge's cotangent is all there is;
 but all branches of a prompt begin at its last edge, and their cotangents are added up, wave by wave. Several branches
@@ -50,7 +50,8 @@ class Edge:
 
     def values(self, layers: int, layout: BoundaryLayout, tiers: tuple[Tier, ...] = ALL_TIERS) -> list[Value]:
         """Return the Values of the edge for so many recurrent layers, which may live on ``tiers``."""
-        shapes = (layers, 1, *layout.conv_shape), (layers, *layout.recurrent_shape)
+        heads, keys, values = layout.recurrent_shape
+        shapes = (layers, 1, *layout.conv_shape), (layers, 1, heads * keys, values)
         dtypes = layout.conv_dtype, layout.recurrent_dtype
         found = [*zip(self.states, shapes, dtypes, strict=True)]
         if self.has_cotangent:
@@ -109,8 +110,9 @@ class ChunkEdges:
 class StageBoundaries:
     """Reads and writes a chunk's boundaries in a stage: `models.chunk.Boundaries`."""
 
-    def __init__(self, context: StageContext, edges: ChunkEdges) -> None:
+    def __init__(self, context: StageContext, edges: ChunkEdges, layout: BoundaryLayout | None) -> None:
         self._context, self._edges = context, edges
+        self._heads = 0 if layout is None else layout.recurrent_shape[0]
 
     def before(self, layer: int) -> Boundary | None:
         edge = self._edges.before
@@ -135,11 +137,9 @@ class StageBoundaries:
 
     def _piece(self, names: tuple[str, str], layer: int) -> Boundary:
         conv, recurrent = (self._context.piece(name, self._edges.rows[layer]) for name in names)
-        return Boundary(conv, recurrent.unsqueeze(0))
+        return Boundary(conv, recurrent.unflatten(1, (self._heads, -1)))
 
 
 def _parts(boundary: Boundary) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Return the parts of a boundary's pieces along their first axis; there is one branch."""
-    (conv,) = boundary.conv.unbind()
-    (recurrent,) = boundary.recurrent.unbind()
-    return (conv,), recurrent.unbind()
+    """Return the parts of a boundary's pieces along their first axis, the one branch that there is."""
+    return boundary.conv.unbind(), boundary.recurrent.flatten(1, 2).unbind()

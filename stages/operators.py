@@ -24,8 +24,8 @@ _BACKWARD_OWN, _BACKWARD_AN_OWN_PAGE = 1, 12
 _INPUTS, _INPUTS_A_BRANCH, _BACKWARD_INPUTS = 2, 3, 2
 _ATTENTION, _ATTENTION_A_BRANCH, _BACKWARD_ATTENTION = 7, 6, 6
 # Of what a layer keeps: inputs, and also what attention gave.
-_EDGES, _BACKWARD_EDGES = 60, 60
-# Of a recurrent layer: boundaries are read, written head by head, and so are their cotangents.
+_EDGES, _BACKWARD_EDGES = 26, 22
+# Of a recurrent layer: boundaries are read and written, and so are their cotangents.
 _ROWS, _BACKWARD_ROWS = 9, 31
 # Rows are picked for the head, and its results go where they belong.
 

@@ -234,7 +234,7 @@ class _Wave:
             device=context.device,
         )
         if work.layout.boundary is not None:
-            boundaries = StageBoundaries(context, work.edges)
+            boundaries = StageBoundaries(context, work.edges, work.layout.boundary)
             for layer in work.span.recurrent:
                 self._tail.begin(layer, boundaries.before(layer), work.layout.boundary)
 

@@ -30,7 +30,7 @@ from engine.tensors import dtype_name
 from models.attention import EmptyPrefix
 from models.chunk import forward_chunk
 from models.float64 import lifted_casts
-from models.gated_delta import recurrent_layers
+from models.gated_delta import BoundaryLayout, boundary_layout, recurrent_layers
 from models.geometry import Geometry, StateLayout, geometry, state_layout
 from models.policy import find_policy
 from stages import names
@@ -121,6 +121,11 @@ class Rollouts:
         return Span(index=0, layers=range(layers), num_layers=layers, next_index=1, recurrent=recurrent)
 
     @property
+    def _boundary_layout(self) -> BoundaryLayout | None:
+        config = find_policy(self.policy).config
+        return boundary_layout(config, self.dtype) if recurrent_layers(config) else None
+
+    @property
     def edges(self) -> ChunkEdges:
         """Those of the prompt's one chunk."""
         behind = Edge(name="prompt/edge/1", has_cotangent=False, is_shared=True)
@@ -147,7 +152,7 @@ class Rollouts:
                     context.index([list(self.prompt[:-1])]),
                     first_position=0,
                     prefix=EmptyPrefix(),
-                    boundaries=StageBoundaries(context, self.edges),
+                    boundaries=StageBoundaries(context, self.edges, self._boundary_layout),
                     keep_state=lambda layer, key, value: write_state(context, columns, rows[layer], 0, key, value),
                     want_hidden=False,
                 )

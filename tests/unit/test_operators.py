@@ -13,6 +13,7 @@ from engine.plan import Stage
 from engine.planner import forecast
 from engine.runtime import execute
 from plans.tiny_dense import tiny_dense
+from plans.tiny_hybrid import tiny_hybrid
 from tests.unit.test_geometry import Counted
 
 ROOM = Budget(device_bytes=UNLIMITED_BYTES, host_bytes=UNLIMITED_BYTES, disk_bytes=UNLIMITED_BYTES)
@@ -42,6 +43,22 @@ PLANS = {
     "one branch at a time, inputs kept": {"prompt_tokens": 700, "branches_at_once": 1, "stored_inputs": 1},
 }
 KINDS = ("prefill", "score", "loss", "replay", "sweep", "norms", "clip", "adamw")
+
+
+HYBRIDS = {
+    "several branches": {},
+    "nothing kept": {"prompt_tokens": 1100, "chunk_tokens": 256, "stored_inputs": 0, "layer_spans": 1},
+    "long responses in chunks, inputs kept": {"response_tokens": 300, "chunk_tokens": 128, "stored_inputs": 1},
+}
+
+
+@pytest.mark.parametrize("settings", HYBRIDS.values(), ids=HYBRIDS)
+def test_stages_of_hybrids_do_so_too(settings: dict[str, int], tmp_path: Path) -> None:
+    counting = CountingStages()
+    execute(forecast(tiny_hybrid(**settings), ROOM, PROFILES["cpu"]), tmp_path / "run", observers=[counting])  # type: ignore[arg-type]
+    assert {kind: counting.counted[kind] / counting.real[kind] for kind in KINDS} == pytest.approx(
+        dict.fromkeys(KINDS, 1.0), rel=0.1
+    )
 
 
 @pytest.mark.parametrize("settings", PLANS.values(), ids=PLANS)
