@@ -11,10 +11,11 @@ import copy
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -61,13 +62,35 @@ _SAMPLE_BYTES = 2**16
 class PolicySource:
     """A policy that is not loaded. ``location`` is what from_pretrained takes; None means random weights.
 
-    ``config`` is that of the text model; ``has_other_parts`` says whether the checkpoint has more (vision).
+    ``config`` is that of the text model, and with ``overrides_config`` another one than the checkpoint's;
+    ``has_other_parts`` says whether the checkpoint has more (vision).
     """
 
     name: str
     config: PreTrainedConfig
     location: str | None
     has_other_parts: bool = False
+    overrides_config: bool = False
+
+    def with_yarn(self, factor: float) -> PolicySource:
+        """Return the policy for contexts ``factor`` times as long as it was made for, by YaRN (arXiv 2309.00071).
+
+        Its rotary frequencies are interpolated once, whatever the length of a sequence, and a new checkpoint says so.
+
+        Raises:
+            UsageError: a factor that is not above 1, or a policy whose rotary embedding is scaled already.
+        """
+        given: object = factor
+        if not isinstance(given, int | float) or not 1 < factor < math.inf:
+            raise UsageError(f"yarn_factor={factor!r} must be a number above 1")
+        config = copy.deepcopy(self.config)
+        rope = dict(getattr(config, "rope_parameters", None) or {})
+        if rope.get("rope_type", "default") != "default":
+            raise UsageError(f"policy {self.name!r} has rope type {rope['rope_type']!r} already; leave yarn_factor out")
+        native = int(config.max_position_embeddings)
+        yarn = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": native}
+        config.rope_parameters, config.max_position_embeddings = {**rope, **yarn}, int(native * factor)
+        return replace(self, config=config, overrides_config=True)
 
     def tokenizer(self) -> Any:
         """Return the policy's tokenizer, None if it has none. Raises UsageError for one that can't be read."""
@@ -221,6 +244,7 @@ class PolicySource:
                 hf, found = cast(Any, AutoModelForCausalLM).from_pretrained(
                     cast(str, self.location),
                     dtype=dtype,
+                    **({"config": copy.deepcopy(self.config)} if self.overrides_config else {}),
                     attn_implementation=ATTENTION_NAME,
                     use_safetensors=True,
                     ignore_mismatched_sizes=True,  # they are refused below, by name

@@ -45,6 +45,7 @@ def from_rollouts(
     save_optimizer: bool = False,
     checkpoint_every: int | None = None,
     append_eos: bool = False,
+    yarn_factor: float | None = None,
     chunk_tokens: int | None = None,
     branches_at_once: int | None = None,
     head_rows: int | None = None,
@@ -55,6 +56,7 @@ def from_rollouts(
 ) -> Plan:
     """Steps over the groups of ``rollouts`` in their order, ``groups_per_step`` to each; one step takes all of them."""
     source = find_policy(policy)
+    source = source if yarn_factor is None else source.with_yarn(yarn_factor)
     tokenizer = source.tokenizer()
     groups = read_rollouts(rollouts, tokenizer=tokenizer, vocab_size=source.config.vocab_size, append_eos=append_eos)
     settings = step_settings(

@@ -9,26 +9,33 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from engine.budget import Tier
+from engine.errors import UsageError
 from engine.plan import Plan
 from engine.schedule import device_floor
-from stages import GrpoSettings
+from models.policy import find_policy
+from stages import GrpoSettings, GrpoSpace
 from stages.audit import max_rel_err
 from tests.helpers import (
     Done,
     checkpoint_tensors,
     one_thread,
     random_group,
+    randomise,
     run_plan,
+    run_step,
     same_bits,
     save_policy,
     step_space,
+    tiny_config,
     tiny_hybrid_config,
 )
 from tests.parity import dense_oracle
@@ -132,3 +139,69 @@ def test_the_smallest_device_budget_does_not_depend_on_the_prompt(policy: Path) 
     spaces = (step_space(policy, [random_group(1, tokens, [14, 5])], settings_of()) for tokens in (200, 400))
     floors = [device_floor(space.lower(space.first())) for space in spaces]
     assert floors[0][0] == floors[1][0]
+
+
+# Checkpoints with other parts, and longer contexts
+
+
+def multimodal(folder: Path) -> Path:
+    """Write a random checkpoint with a text model and a vision model, and return its directory."""
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+    }
+    text = tiny_hybrid_config("qwen3_5_text", num_hidden_layers=3)
+    config = Qwen3_5Config(text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=False)
+    hf = Qwen3_5ForConditionalGeneration(config)
+    randomise(hf, 0)
+    hf.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("spans", [1, 3])
+def test_the_text_model_of_a_multimodal_checkpoint_is_trained_and_the_rest_is_said_to_be_left_alone(
+    spans: int, tmp_path: Path
+) -> None:
+    policy, group = multimodal(tmp_path / "policy"), random_group(1, 30, [14, 5])
+    chosen = settings_of(torch.float64, fixed={**CHOICES, "layer_spans": spans})
+    done = run_step(step_space(policy, [group], chosen), tmp_path / "run")
+    _, reference = dense_oracle.gradient(policy, [group], chosen.loss, 1.0)
+    assert max_rel_err(done.gradients, reference) <= 1e-10
+    assert "left alone" in done.planned.plan.notes[0]
+    again = AutoModelForCausalLM.from_pretrained(done.checkpoint)
+    assert again.config.model_type == "qwen3_5_text"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_yarn_is_evaluated_exactly_and_the_new_checkpoint_says_so(family: str, tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", tiny_config(family, max_position_embeddings=64))
+    source, group = find_policy(policy).with_yarn(4.0), random_group(1, 90, [14, 5])
+    chosen = settings_of(torch.float64)
+    space = GrpoSpace(name="yarn", policy=source, steps=((group,),), settings=chosen)
+    done = run_step(space, tmp_path / "run")
+    source.config.save_pretrained(policy)  # the oracle reads the checkpoint's own
+    _, reference = dense_oracle.gradient(policy, [group], chosen.loss, 1.0)
+    assert max_rel_err(done.gradients, reference) <= 1e-10
+    config = AutoConfig.from_pretrained(done.checkpoint)
+    assert (config.rope_parameters["rope_type"], config.rope_parameters["factor"]) == ("yarn", 4.0)
+    assert config.max_position_embeddings == 256
+    _, plain = dense_oracle.gradient(
+        save_policy(tmp_path / "plain", tiny_config(family, max_position_embeddings=64)), [group], chosen.loss, 1.0
+    )
+    assert max_rel_err(done.gradients, plain) > 1e-3
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, float("nan"), float("inf"), "4"])
+def test_a_yarn_factor_that_is_none_is_refused(factor: Any, policy: Path) -> None:
+    with pytest.raises(UsageError, match=r"yarn_factor=.* must be a number above 1"):
+        find_policy(policy).with_yarn(factor)
+
+
+def test_what_is_scaled_already_is_not_scaled_again(policy: Path) -> None:
+    with pytest.raises(UsageError, match="has rope type 'yarn' already; leave yarn_factor out"):
+        find_policy(policy).with_yarn(2).with_yarn(2)
