@@ -66,6 +66,9 @@ class Device(Protocol):
     def moment(self) -> Moment:
         """Return what all that was asked for so far is done at."""
 
+    def finish(self) -> None:
+        """Wait until all that was asked for is done, and raise what went wrong with it."""
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Moment) -> None:
         """Copy between device and host, after a moment."""
 
@@ -104,6 +107,9 @@ class CpuDevice:
 
     def moment(self) -> Moment:
         return None
+
+    def finish(self) -> None:
+        """Nothing to do: everything is done at once."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Moment) -> None:
         np.copyto(as_numpy(target), as_numpy(source))
@@ -204,6 +210,9 @@ class CudaDevice(Bouncing):
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Moment) -> None:
         self._beside(after, lambda: target.copy_(source, non_blocking=True))
 
@@ -229,7 +238,7 @@ class CudaDevice(Bouncing):
 def _set_up_cuda() -> None:
     """Ask for deterministic kernels in full precision, and for an allocator whose blocks are as large as asked for."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE_CONFIG)
-    torch.cuda.memory._set_allocator_settings(ALLOCATOR_SETTINGS)
+    torch._C._accelerator_setAllocatorSettings(ALLOCATOR_SETTINGS)
     torch.use_deterministic_algorithms(True, warn_only=True)  # a warning names what has none
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -163,6 +163,7 @@ class TorchMachine:
                 stage.run(context)
                 for tap, path in self.taps.get(stage.name, ()):
                     tap(context, path)
+                self.device.finish()  # so that a stage's time and failures are its own
             self.note_disk()  # with what copies alongside have written
         except (StageFailedError, RunDirectoryError, UnsupportedModelError):
             raise

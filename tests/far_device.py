@@ -26,7 +26,7 @@ class FarDevice(Bouncing):
     def __init__(self) -> None:
         super().__init__()
         self.torch_device = torch.device("cpu")
-        self.num_copies = 0
+        self.num_copies = self.num_finished = 0
         self._moments = count()
         self._last_moment = -1
         self._near: set[int] = set()
@@ -43,6 +43,9 @@ class FarDevice(Bouncing):
     def moment(self) -> Moment:
         self._last_moment = next(self._moments)
         return self._last_moment
+
+    def finish(self) -> None:
+        self.num_finished += 1
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Moment) -> None:
         assert self.is_far(target) != self.is_far(source), "a copy between the sides has one on each"

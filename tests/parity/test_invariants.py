@@ -114,6 +114,7 @@ def test_a_device_with_memory_of_its_own_gives_the_same_bits_within_what_was_pla
         assert planned - FAR.kept_bytes - 64 * FAR.unit_bytes <= measured <= planned
         assert (device.num_copies > 0) == (name != "device")
         assert device.cap_bytes == within.device_bytes
+        assert device.num_finished == len(plan.stages)
 
 
 @pytest.mark.parametrize("stored", [0, 2])
