@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from engine.output import forgive_streams, say, told
 from engine.signals import interruptible, interruption
 
-_PLANS = "quickstart, from_rollouts, tiny_dense, tiny_hybrid, custom_stage, learn_tiny"
+_PLANS = "quickstart, from_rollouts, tiny_dense, tiny_hybrid, qwen3_6_27b, custom_stage, learn_tiny"
 _PLAN_HELP = f"a plan file, or the name of a shipped plan ({_PLANS})"
 
 

@@ -240,11 +240,20 @@ def test_an_error_in_a_plan_file_exits_2_and_shows_no_traceback(own_folder: Path
 # simulate
 
 
-@pytest.mark.parametrize("plan", ["tiny_dense", "learn_tiny", "calibration", "custom_stage"])
+@pytest.mark.parametrize("plan", ["tiny_dense", "tiny_hybrid", "learn_tiny", "calibration", "custom_stage"])
 def test_every_shipped_plan_that_needs_no_download_can_be_simulated(plan: str) -> None:
     data = engine("simulate", plan, "--json").data()
     assert data["feasible"] is True
     assert data["num_stages"] > 5
+
+
+def test_a_model_of_27_billion_parameters_is_simulated_on_a_gpu_without_its_weights() -> None:
+    small = [f"--set={name}" for name in ("prompt_tokens=32768", "response_tokens=512", "group_size=2")]
+    found = engine("simulate", "qwen3_6_27b", *small, "--hardware", "h20", "--budget", "host=2TB,disk=8TB", "--json")
+    data = found.data()
+    assert data["feasible"] is True
+    assert data["peak_bytes"]["device"] <= data["budget_bytes"]["device"] < 96e9
+    assert data["smallest_device_bytes"] > 26.9e9 / 4 * (2 + 4)  # a fourth of the model, with its gradients
 
 
 def test_simulate_prints_the_keys_of_the_contract_with_integer_bytes_and_seconds(own_folder: Path) -> None:
