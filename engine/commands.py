@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from engine.atomic import atomic_write_bytes, atomic_write_text, check_writable
 from engine.budget import Budget, default_budget, merge_budget, parse_budget
 from engine.device_kind import CPU, DeviceKind
-from engine.errors import DoesNotFitError, EngineError, StageFailedError, UsageError
+from engine.errors import DoesNotFitError, EngineError, RunDirectoryError, StageFailedError, UsageError
 from engine.journal import Journal, PlanRecord, read_journal
 from engine.loader import find_plan, parse_settings
 from engine.output import only_the_object, say, told
@@ -33,8 +33,6 @@ from engine.units import format_bytes
 
 if TYPE_CHECKING:
     from engine.device import Device
-
-if TYPE_CHECKING:
     from engine.planner import Forecast
     from engine.trace import Recording
 
@@ -192,10 +190,12 @@ def _execute(arguments: argparse.Namespace) -> int:
         plan=arguments.plan,
         settings=tuple(arguments.settings),
         hardware=arguments.hardware or device.profile,
-        device=device.kind.name,
+        device=device.name,
         outputs=outputs,
         cwd=cwd,
     )
+    if device.name != CPU.name:
+        say(f"note: stages run on {device.name}; no GPU was tested with this version (--device cpu avoids it)")
     plan, source = _load(request.plan, request.settings, device.kind)
     return _run_plan(arguments, request, device, plan, source, run, _budget(arguments, plan, run, device.free_bytes()))
 
@@ -382,7 +382,12 @@ def _resume_from(
     gone = request.plan.endswith(".py") and not Path(request.plan).is_file()
     from engine.device import open_device
 
-    device = open_device(request.device)
+    device = open_device(CPU.name if request.device == CPU.name else None)
+    if device.name != request.device:
+        raise RunDirectoryError(
+            f"the run was started on {request.device}, and here is {device.name}, where bits would differ; resume it "
+            "there, or execute in a new run directory"
+        )
     plan, source = _load(str(directory.plan_path) if gone else request.plan, request.settings, device.kind)
     budget, choices = merge_budget(record.budget_bytes, default_budget(directory.path)), check_same(record, plan)
     return _run_plan(arguments, request, device, plan, source, directory.path, budget, fixed=choices)

@@ -6,7 +6,8 @@ for.
 
 On a CPU both tiers are memory of the process: a copy is numpy's, which neither allocates tensors nor starts threads,
 and disk files are read into the device's memory itself. With CUDA, copies go through a stream of their own, beside the
-stage's; host tensors of some size are page-locked, so that they do; and files pass a page-locked *bounce buffer*.
+stage's; host tensors of some size are page-locked, so that they do; and files pass a *bounce buffer*. What a stage
+writes row by row to the host (`engine.context.StageContext.write_rows`) goes on the stage's own stream, which waits.
 Nothing here has run on a GPU.
 """
 
@@ -24,10 +25,10 @@ import numpy as np
 import torch
 
 from engine.device_kind import CPU, CUBLAS_WORKSPACE_CONFIG, DeviceKind, cuda_kind
-from engine.errors import UsageError
+from engine.errors import EngineError, UsageError
 from engine.memory import DEVICE, HOST, LiveBytes
 from engine.tensors import as_numpy
-from engine.units import MIB
+from engine.units import MIB, format_bytes
 
 Moment = Any
 """A point in what a device has been asked to do; None where it does everything at once."""
@@ -36,9 +37,13 @@ LOCKED_BYTES = 32 * MIB
 # Host tensors of this size and more are page-locked: they are mapped each by itself (`engine.memory`), so that no page
 # has anything else in it.
 ALLOCATOR_SETTINGS = "expandable_segments:True"
-SEGMENT_BYTES = 22 * MIB
-# By which the allocator's segments may be larger than what is allocated in them: it maps 2 MiB at a time for small
-# tensors and 20 MiB for large ones (PyTorch, CUDACachingAllocator: ``kSmallBuffer``, ``kLargeBuffer``).
+SEGMENT_BYTES, _FRAGMENTED = 22 * MIB, 0.05
+# Allowances of the cap, which is on what the allocator has reserved: it maps 2 MiB at a time for small tensors and 20
+# MiB for large ones (PyTorch, CUDACachingAllocator: ``kSmallBuffer``, ``kLargeBuffer``), and there may be holes between
+# what is allocated, for which a share of the budget is a guess.
+_CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+_LEAST_CAPABILITY = (8, 0)
+# That of FlashAttention, which plans count on.
 
 _PROFILES = {"H200": "h200-sxm", "H100": "h100-sxm", "H20": "h20", "A100": "a100-sxm", "4090": "rtx-4090"}
 # Built-in hardware profiles by a part of the device's name, as the driver says it.
@@ -60,8 +65,12 @@ class Device(Protocol):
     def free_bytes(self) -> int | None:
         """Return what is free of the device's own memory; None if it has none."""
 
-    def cap(self, nbytes: int) -> None:
-        """Have allocations beyond ``nbytes`` in all fail, where the device can."""
+    @property
+    def name(self) -> str:
+        """What the device calls itself; bits are the same on devices of one name."""
+
+    def cap(self, nbytes: int | None) -> None:
+        """Have allocations far beyond ``nbytes`` in all fail, where the device can; None lifts that."""
 
     def moment(self) -> Moment:
         """Return what all that was asked for so far is done at."""
@@ -91,7 +100,7 @@ class Device(Protocol):
 class CpuDevice:
     """A device in the process's own memory; also torch's ``meta``, on which nothing is copied."""
 
-    kind, profile = CPU, "cpu"
+    kind, profile, name = CPU, "cpu", CPU.name
 
     def __init__(self, name: str = CPU.name) -> None:
         self.torch_device = torch.device(name)
@@ -102,7 +111,7 @@ class CpuDevice:
     def free_bytes(self) -> int | None:
         return None
 
-    def cap(self, nbytes: int) -> None:
+    def cap(self, nbytes: int | None) -> None:
         """Nothing to do: the counter of bytes is what stops a stage."""
 
     def moment(self) -> Moment:
@@ -186,6 +195,11 @@ class CudaDevice(Bouncing):
         super().__init__()
         _set_up_cuda()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        if (capability := torch.cuda.get_device_capability(self.torch_device)) < _LEAST_CAPABILITY:
+            raise UsageError(
+                f"{self.name} has compute capability {capability[0]}.{capability[1]}, and plans are made for 8.0 and "
+                "newer; run with --device cpu"
+            )
         self.kind = cuda_kind(torch.cuda.get_device_properties(self.torch_device).multi_processor_count)
         self._copies = torch.cuda.Stream(self.torch_device)
 
@@ -193,17 +207,22 @@ class CudaDevice(Bouncing):
         return CudaBytes()
 
     @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    @property
     def profile(self) -> str:
         """See `Device`; that of an H100 for one that has none of its own."""
-        name = torch.cuda.get_device_name(self.torch_device).upper()
+        name = self.name.upper()
         return next((profile for part, profile in _PROFILES.items() if part in name), "h100-sxm")
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
-    def cap(self, nbytes: int) -> None:
+    def cap(self, nbytes: int | None) -> None:
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (nbytes + SEGMENT_BYTES) / total), self.torch_device)
+        most = total if nbytes is None else nbytes * (1 + _FRAGMENTED) + SEGMENT_BYTES
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), self.torch_device)
 
     def moment(self) -> Moment:
         event = torch.cuda.Event()
@@ -237,9 +256,13 @@ class CudaDevice(Bouncing):
 
 def _set_up_cuda() -> None:
     """Ask for deterministic kernels in full precision, and for an allocator whose blocks are as large as asked for."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE_CONFIG)
+    if os.environ.setdefault(_CUBLAS_VARIABLE, CUBLAS_WORKSPACE_CONFIG) != CUBLAS_WORKSPACE_CONFIG:
+        raise UsageError(
+            f"{_CUBLAS_VARIABLE} is {os.environ[_CUBLAS_VARIABLE]!r} in the environment, but plans count on "
+            f"{CUBLAS_WORKSPACE_CONFIG!r}; unset it"
+        )
     torch._C._accelerator_setAllocatorSettings(ALLOCATOR_SETTINGS)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # a warning names what has none
+    torch.use_deterministic_algorithms(True, warn_only=True)  # a warning names what has none (see `models.kernels`)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
@@ -247,13 +270,20 @@ def _set_up_cuda() -> None:
 
 
 def _lock_pages(tensor: torch.Tensor) -> None:
-    """Page-lock a tensor's memory until it is freed; where the driver refuses, copies are slower and nothing else.
+    """Page-lock a tensor's memory until it is freed.
 
     (torch's own pinned tensors are rounded to a power of two, which no budget of the host could be kept with.)
+
+    Raises:
+        EngineError: the driver refuses.
     """
     runtime, address = torch.cuda.cudart(), tensor.data_ptr()
-    if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)) == 0:
-        finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
+    if (code := int(runtime.cudaHostRegister(address, tensor.nbytes, 0))) != 0:
+        raise EngineError(
+            f"the CUDA driver refuses to page-lock {format_bytes(tensor.nbytes)} of the host (error {code}); give "
+            "less --budget host"
+        )
+    finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
 
 
 class _WithAllocator(MutableMapping[str, int]):
@@ -303,7 +333,7 @@ def open_device(name: str | None) -> Device:
     """Return the device of that name, ``cpu`` or ``cuda``; with None a CUDA device if there is one.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is none of that name, or one that plans can't be made for.
     """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:

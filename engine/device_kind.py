@@ -24,6 +24,8 @@ CUBLAS_WORKSPACE_CONFIG = ":4096:8"
 CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
 # Eight buffers of 4,096 KiB: one of the two settings with which cuBLAS gives the same bits every time (cuBLAS
 # documentation, section "Results Reproducibility"). PyTorch takes them from its allocator at the first product.
+CUBLAS_WORKSPACES = 2
+# Each thread has a handle of its own, and autograd does the backward of a device in a thread of its own.
 
 SMALL_TENSORS_BYTES = 1024 * 1024
 # Room for what small tensors are rounded up by where a stage's workspace is a formula or what its author declared, and
@@ -62,7 +64,7 @@ def cuda_kind(multiprocessors: int) -> DeviceKind:
     return DeviceKind(
         name="cuda",
         unit_bytes=CUDA_BLOCK_BYTES,
-        kept_bytes=CUBLAS_WORKSPACE_BYTES + SMALL_TENSORS_BYTES,
+        kept_bytes=CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES + SMALL_TENSORS_BYTES,
         multiprocessors=multiprocessors,
         bounces=True,
     )

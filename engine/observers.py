@@ -34,12 +34,15 @@ CHECKSUMS_A_RECORD = 4000
 class FreedMemory:
     """Observer that returns freed memory to the operating system, where the next stage does not work in it again.
 
+    ``tiers`` are those whose memory is the process's own.
+
     Memory that comes back is paid for in page faults. ``then_bytes`` is the room that the stage after each takes to
     work in, ``taken_bytes`` the most that was live since memory was last returned.
     """
 
     meter: LiveBytes
     then_bytes: Mapping[str, int]
+    tiers: tuple[str, ...] = (DEVICE, HOST)
     taken_bytes: int = 0
 
     def stage_begins(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
@@ -47,7 +50,8 @@ class FreedMemory:
 
     def stage_ends(self, stage: Stage, planned_bytes: dict[Tier, int]) -> None:
         """Return what is free, if that is much."""
-        self.taken_bytes = max(self.taken_bytes, self.meter.peak[DEVICE] + self.meter.live[HOST])
+        peak_bytes = self.meter.peak[DEVICE] if DEVICE in self.tiers else 0
+        self.taken_bytes = max(self.taken_bytes, peak_bytes + self.meter.live[HOST])
         if self.taken_bytes - self._live_bytes - self.then_bytes.get(stage.name, 0) >= MUCH_FREED_BYTES:
             self.give_back()
 
@@ -58,7 +62,7 @@ class FreedMemory:
 
     @property
     def _live_bytes(self) -> int:
-        return self.meter.live[DEVICE] + self.meter.live[HOST]
+        return sum(self.meter.live[tier] for tier in self.tiers)
 
 
 def scratch_of_next(schedule: Schedule) -> dict[str, int]:

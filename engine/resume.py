@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import engine
-from engine.device_kind import CPU
 from engine.errors import RunDirectoryError, UsageError
 from engine.journal import KeptFile, PlanRecord, Record, RunFinished, StageCommit
 from engine.outputs import Outputs
@@ -26,7 +25,10 @@ from engine.recipe import plan_keys
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What a run is asked to do, besides its budget; relative paths mean what they mean in the folder ``cwd``."""
+    """What a run is asked to do, besides its budget; relative paths mean what they mean in the folder ``cwd``.
+
+    ``device`` is the name of the one that it runs on.
+    """
 
     plan: str
     settings: tuple[str, ...]
@@ -61,12 +63,18 @@ class RunRequest:
             RunDirectoryError: it keeps none, or another engine's.
         """
         match recipe:
-            case {"plan": str(plan), "set": list(settings), "hardware": str(hardware), "cwd": str(cwd)}:
+            case {
+                "plan": str(plan),
+                "set": list(settings),
+                "hardware": str(hardware),
+                "device": str(device),
+                "cwd": str(cwd),
+            }:
                 wanted = recipe.get("wanted")
                 paths = {"trace": recipe.get("trace"), "report": recipe.get("report")}
                 paths["gradients"] = wanted.get("gradients") if isinstance(wanted, dict) else None
                 outputs = Outputs(**{name: path for name, path in paths.items() if isinstance(path, str)})
-                words, device = tuple(map(str, settings)), str(recipe.get("device", CPU.name))
+                words = tuple(map(str, settings))
                 return cls(plan=plan, settings=words, hardware=hardware, device=device, outputs=outputs, cwd=cwd)
         raise RunDirectoryError("the run was not started by `engine execute`: its journal lacks what rebuilds the plan")
 

@@ -32,7 +32,7 @@ from engine.journal import (
     check_record,
     read_journal,
 )
-from engine.memory import DEVICE, keep_freed_memory, peak_rss_bytes
+from engine.memory import DEVICE, HOST, keep_freed_memory, peak_rss_bytes
 from engine.observers import Checked, FreedMemory, Journaled, scratch_of_next
 from engine.output import say
 from engine.own_stage import merge_reports
@@ -201,9 +201,11 @@ class _Run:
     def _carried_out(self) -> Outcome:
         self.directory.results_path.mkdir(exist_ok=True)
         machine = self._machine()
+        self.device.cap(self.forecast.budget.device_bytes)
         try:
             outcome = self._driven(machine)
         finally:
+            self.device.cap(None)
             self.recording.close()
             self._leave_trace()
         self.journal.check_in_place()
@@ -229,9 +231,9 @@ class _Run:
 
     def _driven(self, machine: TorchMachine) -> Outcome:
         keep_freed_memory()
-        self.device.cap(self.forecast.budget.device_bytes)
         plan, schedule = self.forecast.plan, self.forecast.schedule
-        freed = FreedMemory(meter=machine.meter, then_bytes=scratch_of_next(schedule))
+        own = (HOST,) if self.device.kind.bounces else (DEVICE, HOST)
+        freed = FreedMemory(meter=machine.meter, then_bytes=scratch_of_next(schedule), tiers=own)
         checked = Checked(machine=machine, recording=self.recording)
         journaled = Journaled(journal=self.journal, machine=machine, checked=checked, keys=self.keys)
         started = time.monotonic()

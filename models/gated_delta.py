@@ -54,7 +54,7 @@ from engine.errors import UnsupportedModelError
 from models.float64 import accumulation_dtype
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-"""Architectures with recurrent layers that the tests hold against dense autograd, by their configuration's name."""
+"""Architectures whose recurrent layers, alone, the tests hold against dense autograd, by their configuration's name."""
 
 RECURRENT_LAYER = "linear_attention"
 """What ``layer_types`` of a configuration calls a recurrent layer."""
@@ -63,10 +63,10 @@ _MIXERS = (Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet, Qwen3NextGatedDeltaNet
 _TOKEN_RULE, _CHUNK_RULE = "torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"
 # The names under which the mixers' modules look up the rule for one token and for a chunk, fast kernels or not.
 
-_PIECE_TOKENS = 512
+BLOCK_TOKENS, PIECE_TOKENS = 64, 512
 # A multiple of the rule's blocks, or bits would change. Measured: as fast as any from 256 to 1024, in less memory.
 
-_FLA, _FLASH_QLA = "fla", "flash_qla"
+_FLA, _FLASH_QLA, _CAUSAL_CONV = "fla", "flash_qla", "causal_conv1d"
 _DISPATCH_OFF = (("FLA_FLASH_QLA", "0"), ("FLA_DISABLE_BACKEND_DISPATCH", "1"))
 # Settings with which flash-linear-attention does not hand over to FlashQLA, read by it at every call.
 
@@ -226,7 +226,7 @@ def _with_own_rules(forward: Any) -> FunctionType:
 
 
 def _in_pieces(rule: Any) -> Any:
-    """Return the chunk rule applied to `_PIECE_TOKENS` tokens at a time, with the arguments and results of ``rule``."""
+    """Return the chunk rule applied to `PIECE_TOKENS` tokens at a time, with the arguments and results of ``rule``."""
 
     def in_pieces(
         query: torch.Tensor,
@@ -239,9 +239,7 @@ def _in_pieces(rule: Any) -> Any:
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         outs, state = [], initial_state
-        for q, k, v, decay, rate in zip(
-            *(x.split(_PIECE_TOKENS, 1) for x in (query, key, value, g, beta)), strict=True
-        ):
+        for q, k, v, decay, rate in zip(*(x.split(PIECE_TOKENS, 1) for x in (query, key, value, g, beta)), strict=True):
             out, state = rule(q, k, v, g=decay, beta=rate, initial_state=state, **others)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1), state
@@ -425,7 +423,9 @@ def check_recurrent_layer(layer: nn.Module) -> None:
 
 
 def _kernels(dtype: torch.dtype) -> str | None:
-    """Return why the kernels that transformers finds for the rule are not exact, None if they are."""
+    """Return why the kernels that transformers finds for convolution and rule are not exact, None if they are."""
+    if dtype is torch.float64 and _importable(_CAUSAL_CONV):
+        return "causal_conv1d is installed, and its kernels take no float64; use an environment without it for float64"
     if not _importable(_FLA):
         return None  # then its modules use torch, on any device
     if dtype is torch.float64:

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from engine.plan import Cost
 from engine.tensors import dtype_name
 from models.float64 import accumulation_dtype
-from models.gated_delta import BoundaryLayout, boundary_layout, recurrent_layers
+from models.gated_delta import BLOCK_TOKENS, PIECE_TOKENS, BoundaryLayout, boundary_layout, recurrent_layers
 
 _KERNELS_A_CHUNK = 16
 _KERNELS_A_LAYER, _KERNELS_A_STATE_LAYER, _KERNELS_A_PAGE = 69, 40, 9
@@ -38,8 +38,6 @@ _BACKWARD_KERNELS_A_LAYER, _BACKWARD_KERNELS_A_STATE_LAYER, _BACKWARD_KERNELS_A_
 _DECODE_KERNELS_A_LAYER, _DECODE_KERNELS_A_PAGE = 10, 5
 # More than of a forward, where each branch's own tokens so far are one more piece of state.
 
-_RECURRENT_BLOCK, _RECURRENT_PIECE = 64, 512
-# Tokens that the chunked rule takes together, and that autograd sees of it at a time (`models.gated_delta`).
 _RECURRENT_KERNELS, _RECURRENT_KERNELS_A_BLOCK, _RECURRENT_KERNELS_A_PIECE = 19, 37, 88
 _BACKWARD_RECURRENT_KERNELS, _BACKWARD_RECURRENT_KERNELS_A_BLOCK, _BACKWARD_RECURRENT_KERNELS_A_PIECE = 53, 54, 156
 _DECODE_RECURRENT_KERNELS = 66
@@ -175,7 +173,7 @@ class Geometry:
         if self.boundary is None or not layers:
             return Cost()
         (heads, keys, values), (channels, columns) = self.boundary.recurrent_shape, self.boundary.conv_shape
-        block = _RECURRENT_BLOCK
+        block = BLOCK_TOKENS
         products = block * (3 * keys + values) + 3 * keys * values
         elements, squares = self._recurrence_elements(rows, tokens)
         own = Cost(
@@ -183,7 +181,7 @@ class Geometry:
             moved_bytes=self.wide_bytes * (_RECURRENT_PASSES * elements + _RECURRENT_SQUARE_PASSES * squares),
             num_kernels=_RECURRENT_KERNELS
             + _RECURRENT_KERNELS_A_BLOCK * -(-tokens // block)
-            + _RECURRENT_KERNELS_A_PIECE * -(-tokens // _RECURRENT_PIECE),
+            + _RECURRENT_KERNELS_A_PIECE * -(-tokens // PIECE_TOKENS),
         )
         return own.times(layers)
 
@@ -191,8 +189,8 @@ class Geometry:
         """Return the elements of queries, keys, values and convolved channels, and of products within blocks."""
         assert self.boundary is not None
         (heads, keys, values), (channels, _) = self.boundary.recurrent_shape, self.boundary.conv_shape
-        blocks = rows / tokens * -(-tokens // _RECURRENT_BLOCK)
-        return rows * (2.0 * heads * (keys + values) + 2 * channels), blocks * heads * _RECURRENT_BLOCK**2
+        blocks = rows / tokens * -(-tokens // BLOCK_TOKENS)
+        return rows * (2.0 * heads * (keys + values) + 2 * channels), blocks * heads * BLOCK_TOKENS**2
 
     def _recurrence_derivative_cost(self, rows: int, tokens: int, layers: int) -> Cost:
         """Return what differentiating that takes, the recomputation not included."""
@@ -206,8 +204,8 @@ class Geometry:
             num_kernels=layers
             * (
                 _BACKWARD_RECURRENT_KERNELS
-                + _BACKWARD_RECURRENT_KERNELS_A_BLOCK * -(-tokens // _RECURRENT_BLOCK)
-                + _BACKWARD_RECURRENT_KERNELS_A_PIECE * -(-tokens // _RECURRENT_PIECE)
+                + _BACKWARD_RECURRENT_KERNELS_A_BLOCK * -(-tokens // BLOCK_TOKENS)
+                + _BACKWARD_RECURRENT_KERNELS_A_PIECE * -(-tokens // PIECE_TOKENS)
             ),
         )
 
@@ -238,7 +236,7 @@ class Geometry:
     ) -> Cost:
         """Return the cost of evaluating ``rows`` rows of chunks of ``tokens`` tokens behind a prefix.
 
-        Without ``through_last`` the last layer stops at its keys and values.
+        Without ``through_last`` the last layer stops at its state.
         """
         whole = self.layers if through_last else self.layers - 1
         attending, _ = self._whole_layers(through_last=through_last)
@@ -339,7 +337,7 @@ class Geometry:
 
 
 def geometry(config: PreTrainedConfig, *, layer_parameters: int, dtype: torch.dtype) -> Geometry:
-    """Return the geometry of a dense decoder."""
+    """Return the geometry of a decoder."""
     heads, recurrent = int(config.num_attention_heads), recurrent_layers(config)
     return Geometry(
         layers=int(config.num_hidden_layers),

@@ -18,10 +18,10 @@ Which kernels there are (`attention_kernels` chooses):
   aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, ``mha_fwd`` and ``mha_bwd``: "Number of heads in
   key/value must divide number of heads in query"). The padding to a multiple of 8 is done by the caller of these
   operators, so they must not be asked for it. Its backward gives the same bits every time only under
-  ``torch.use_deterministic_algorithms(True)`` (aten/src/ATen/native/transformers/cuda/attention_backward.cu,
-  ``_flash_attention_backward``). The package flash-attn has kernels of the same contract
-  (``_flash_attn_forward``, ``_flash_attn_backward``; ``[B, S, H, D]``): they would be one more class here, chosen
-  before `CUDA_FLASH` where the package can be imported.
+  ``torch.use_deterministic_algorithms(True)`` without ``warn_only``, which is seen to here
+  (aten/src/ATen/native/transformers/cuda/attention_backward.cu, ``_flash_attention_backward``). The package
+  flash-attn has kernels of the same contract (``_flash_attn_forward``, ``_flash_attn_backward``; ``[B, S, H, D]``):
+  they would be one more class here, chosen before `CUDA_FLASH` where the package can be imported.
 * `MATH`: written out in torch, for all else (float32 and float64 on CUDA, wide heads). It runs on any device; its
   scores are made for a block of query rows at a time, at most `MOST_SCORES` of them.
 
@@ -32,6 +32,7 @@ on one: tests/gpu does both where there is one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Protocol, cast
 
@@ -102,6 +103,18 @@ def fold(x_BHSD: torch.Tensor) -> torch.Tensor:
     return x_BHSD.transpose(0, 1).reshape(1, heads, batch * tokens, *x_BHSD.shape[3:])
 
 
+@contextmanager
+def _no_mere_warnings() -> Iterator[None]:
+    """Where deterministic kernels are asked for, ask in earnest: with ``warn_only`` this one would not be."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+
+
 class _CpuFlash:
     """The kernels of torch's CPU backend; see `AttentionKernels`."""
 
@@ -157,9 +170,10 @@ class _CudaFlash:
         # The kernel reads the log-sum-exp as if it were contiguous, without a check. No lengths of packed sequences
         # (None: all are equally long) and no state of a random generator (None: there is no dropout).
         lengths, packed, state = (q.shape[2], k.shape[2]), (None, None), (None, None)
-        found = _cuda_backward(
-            d_out, q, k, v, out, lse.contiguous(), *packed, *lengths, 0.0, causal, *state, scale=scale
-        )
+        with _no_mere_warnings():
+            found = _cuda_backward(
+                d_out, q, k, v, out, lse.contiguous(), *packed, *lengths, 0.0, causal, *state, scale=scale
+            )
         return cast(Gradients, found)
 
     def received(self, d_out: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,8 +54,27 @@ def draw(hf: PreTrainedModel, parameters: Collection[str], seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         for name in dict.fromkeys(parameter.rpartition(".")[0] for parameter in parameters):
             number = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-            torch.manual_seed(int.from_bytes(number, "little") >> (64 - _SEED_BITS))
-            cast(Any, hf)._init_weights(hf.get_submodule(name))
+            seed_bits = int.from_bytes(number, "little") >> (64 - _SEED_BITS)
+            module = hf.get_submodule(name)
+            with _on_cpu(module):
+                torch.default_generator.manual_seed(seed_bits)
+                cast(Any, hf)._init_weights(module)
+
+
+@contextmanager
+def _on_cpu(module: nn.Module) -> Iterator[None]:
+    """Have a module's own parameters on the CPU meanwhile: another device would draw other numbers."""
+    there = [
+        (parameter, parameter.data)
+        for parameter in module.parameters(recurse=False)
+        if parameter.device.type not in ("cpu", "meta")
+    ]
+    for parameter, data in there:
+        parameter.data = torch.empty_like(data, device="cpu")
+    yield
+    for parameter, data in there:
+        data.copy_(parameter.data)
+        parameter.data = data
 
 
 def small_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -3,6 +3,7 @@
 engine simulate qwen3_6_27b --hardware h200-sxm --budget host=2TB,disk=8TB
 engine simulate qwen3_6_27b --hardware h20 --budget host=2TB,disk=8TB --set prompt_tokens=2088960
 
+The model was made for 262,144 positions: set yarn_factor for longer contexts that are to mean something.
 The architecture is written out below, so nothing is downloaded; tokens are random. All parameters are trained, in
 bfloat16 with float32 gradients, moments and masters, by layer spans. With ``policy`` a checkpoint is trained instead.
 """

@@ -24,6 +24,7 @@ from engine.memory import DEVICE, LiveBytes
 from engine.plan import Plan, Stage, TensorSpec
 from engine.tensors import dtype_name
 from engine.worker import TorchMachine
+from models.float64 import accumulation_dtype
 from models.policy import PolicySource
 from models.support import walk_logits
 from models.tracing import TracedModel
@@ -33,7 +34,9 @@ from stages import names
 _CHECK_FORWARDS = 4
 # The check after loading runs the block walk and the model's own forward on a few tokens, and compares two rows of
 # logits. The own forward can't be traced without data; with its mask and its cache-free layers it stays below this
-# many times the walk.
+# many times the walk. A recurrent layer takes far more than a mask, and the same in both: then nothing comes on top but
+# rows of logits.
+_ROWS_OF_LOGITS = 4
 
 
 class Estimator:
@@ -75,7 +78,12 @@ class Estimator:
                 walk_logits(self._model.model)
             except Exception as error:  # whatever a layer of an unknown kind raises
                 raise self._refusal(error) from error
-        check = _CHECK_FORWARDS * (meter.peak[DEVICE] - entry)
+        walk, head = meter.peak[DEVICE] - entry, self._model.model.head
+        check = _CHECK_FORWARDS * walk
+        if any(map(self._model.is_recurrent, range(self._model.num_layers))):
+            check = walk + _ROWS_OF_LOGITS * self._kind.rounded(
+                head.out_features * accumulation_dtype(self._dtype).itemsize
+            )
         return max(self._building_bytes if self._drawn else largest, check)
 
     @cached_property

@@ -21,11 +21,12 @@ FAR = DeviceKind(name="cpu", unit_bytes=64, kept_bytes=16384, bounces=True)
 class FarDevice(Bouncing):
     """See the module's text. ``num_copies`` are those between the two sides."""
 
-    kind, profile = FAR, "cpu"
+    kind, profile, name = FAR, "cpu", "far"
 
     def __init__(self) -> None:
         super().__init__()
         self.torch_device = torch.device("cpu")
+        self.caps: list[int | None] = []
         self.num_copies = self.num_finished = 0
         self._moments = count()
         self._last_moment = -1
@@ -37,8 +38,8 @@ class FarDevice(Bouncing):
     def free_bytes(self) -> int | None:
         return None
 
-    def cap(self, nbytes: int) -> None:
-        self.cap_bytes = nbytes
+    def cap(self, nbytes: int | None) -> None:
+        self.caps.append(nbytes)
 
     def moment(self) -> Moment:
         self._last_moment = next(self._moments)

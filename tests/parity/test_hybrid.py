@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from engine.budget import Tier
+from engine.device_kind import planning_for
 from engine.errors import UsageError
 from engine.plan import Plan
 from engine.schedule import device_floor
 from models.policy import find_policy
 from stages import GrpoSettings, GrpoSpace
 from stages.audit import max_rel_err
+from tests.far_device import FAR, FarDevice
 from tests.helpers import (
     Done,
     checkpoint_tensors,
@@ -88,6 +90,16 @@ def test_neither_tier_nor_span_nor_what_is_kept_changes_a_bit_and_measured_bytes
             for bytes_of in (lambda c: c.planned_peak_bytes, lambda c: c.measured_peak_bytes)
         )
         assert measured == planned
+
+
+def test_a_device_with_memory_of_its_own_gives_the_same_bits(policy: Path, tmp_path: Path) -> None:
+    expected = run_plan(made(policy, settings_of()), tmp_path / "cpu")
+    with planning_for(FAR):
+        plan = made(policy, settings_of())
+    for name, within in budgets_of(plan).items():
+        done = run_plan(plan, tmp_path / name, within, FarDevice())
+        assert same_bits(done.gradients, expected.gradients)
+        assert done.outcome.measured_peak_bytes["device"] <= done.planned.peak_bytes[Tier.DEVICE]
 
 
 def test_the_number_of_spans_changes_no_bit(policy: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ written out by hand.
 from __future__ import annotations
 
 import random
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from models.float64 import lifted_casts
 from models.policy import find_policy
 from stages import Group, GrpoSettings
 from stages.audit import max_rel_err
+from stages.run_groups import RunGroups
 from stages.space import GrpoSpace
 from stages.tree import Node, Tokens
 from tests.helpers import make_group, random_ids, run_step, save_policy, tiny_config
@@ -42,7 +44,7 @@ def turn(name: str, opening: int, tokens: list[int], first_position: int, respon
     return Node(name=name, content=content, first_position=first_position, response=response, children=children)
 
 
-class DeepSpace(GrpoSpace):
+class DeepGroups(RunGroups):
     """A step whose only tree is the one here: the prompt, a turn, and two that continue it."""
 
     def trees(self, step: int, update: str) -> list[tuple[int, Node]]:
@@ -58,6 +60,16 @@ class DeepSpace(GrpoSpace):
         inner = turn("tree/first", prompt[-1], first, len(prompt) - 1, 0, *leaves)
         trunk = Node(name="tree/prompt", content=Tokens(inputs=prompt[:-1]), first_position=0, children=(inner,))
         return [(0, trunk)]
+
+
+class DeepSpace(GrpoSpace):
+    """The plans of that step."""
+
+    @cached_property
+    def groups(self) -> RunGroups:
+        return DeepGroups(
+            policy=self.policy, steps=self.steps, settings=self.settings, rollout=None, tokenizer=self.tokenizer
+        )
 
 
 def deep_space(policy: Path, settings: GrpoSettings, prompt: list[int], parts: list[list[int]]) -> GrpoSpace:
@@ -79,13 +91,14 @@ def oracle(policy: Path, prompt: list[int], parts: list[list[int]], *, stop_prom
     return {name: parameter.grad for name, parameter in hf.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
 @pytest.mark.parametrize("gradient", ["exact", "stop-prompt"])
 @pytest.mark.parametrize("chunk_tokens", [4, 64])
 @pytest.mark.parametrize("prompt_tokens", [1, 23])
 def test_the_gradient_of_a_tree_of_depth_two_equals_dense_autograd(
-    gradient: str, chunk_tokens: int, prompt_tokens: int, tmp_path: Path
+    gradient: str, chunk_tokens: int, prompt_tokens: int, family: str, tmp_path: Path
 ) -> None:
-    policy = save_policy(tmp_path / "policy", tiny_config("qwen3"))
+    policy = save_policy(tmp_path / "policy", tiny_config(family))
     prompt, parts = turns(prompt_tokens)
     settings = GrpoSettings(
         gradient=gradient,
