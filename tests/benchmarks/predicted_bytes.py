@@ -83,6 +83,7 @@ def shipped(folder: Path, *, quickstart: bool) -> Iterator[Peaks]:
     small = {"prompt_tokens": "512", "compare_dense": "False"}
     cases: list[tuple[str, dict[str, str]]] = [
         ("tiny_dense", {}),
+        ("tiny_hybrid", {}),
         ("custom_stage", {}),
         ("learn_tiny", {"steps": "3"}),
         ("from_rollouts", rollouts_settings(folder)),
